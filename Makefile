@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ORACLE ?=
 BIN := $(VENV)/bin
-# PYTHONWARNINGS: setuptools warns about every editable install.
-PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# -qq and PYTHONWARNINGS: errors only; setuptools warns about every editable install.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check install -qq
 # ORACLE=1 and ORACLE=0 decide; otherwise the oracle tests run on the oldest supported Python alone.
 WANTS_ORACLE = $(BIN)/python -c 'import sys; sys.exit("$(ORACLE)" != "1" and ("$(ORACLE)" == "0" or sys.version_info[:2] != (3, 11)))'
 
