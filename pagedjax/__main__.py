@@ -1,0 +1,6 @@
+"""`python -m pagedjax` is the same as `pagedjax`."""
+
+from pagedjax.cli import main
+
+if __name__ == "__main__":
+    main()

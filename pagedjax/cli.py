@@ -1,0 +1,249 @@
+"""The command line: `pagedjax generate` answers prompts together, `pagedjax chat` talks in the terminal.
+
+Answers go to stdout, everything else to stderr. pagedjax loads jax when it is first needed, so `--help` is quick.
+"""
+
+import contextlib
+import importlib
+import json
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import pagedjax
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Model = Annotated[str, typer.Argument(help="A model folder, a .gguf file, a catalogue name or a hub id.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
+TopP = Annotated[float, typer.Option(help="Sample from the smallest set of tokens with this probability.")]
+TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answers. Default: a fresh one.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")]
+AsChat = Annotated[bool | None, typer.Option("--chat/--no-chat", help="Use a chat template. Default: if there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="Of weights and cache: auto, float32, bfloat16, ...")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV block.")]
+NumBlocks = Annotated[int | None, typer.Option(help="KV blocks in the pool. Default: what fits the memory.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests that run in one step.")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens computed in one step.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer together.")]
+Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def main() -> None:
+    app(prog_name="pagedjax")
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", show_default=False)] = None,
+    file: Annotated[str | None, typer.Option(help="A file of prompts, one per line; - reads stdin.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt and line.")] = False,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Stop = None,
+    n: Annotated[int, typer.Option(help="Answers per prompt.")] = 1,
+    as_chat: AsChat = None,
+    dtype: Dtype = None,
+    block_size: BlockSize = None,
+    num_blocks: NumBlocks = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_model_len: MaxModelLen = None,
+    progress: Progress = True,
+    debug: Debug = False,
+) -> None:
+    """Answer prompts, all of them together."""
+    with _errors_in_one_line(debug):
+        # What can be wrong with the request is found before a model is loaded.
+        texts = _read_prompts(prompts or [], file)
+        params = pagedjax.SamplingParams(
+            n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop or ()
+        )
+        pool = _given(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
+        step = _given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        llm = pagedjax.LLM(model, progress=progress, **_given(dtype=dtype), **pool, **step)
+        start = time.perf_counter()
+        if as_chat is None:
+            as_chat = bool(getattr(llm.tokenizer, "chat_template", None))
+        if as_chat:
+            conversations = [[{"role": "user", "content": text}] for text in texts]
+            results = llm.chat(conversations, params, use_tqdm=progress)
+        else:
+            results = llm.generate(texts, params, use_tqdm=progress)
+        seconds = time.perf_counter() - start
+
+        for text, result in zip(texts, results, strict=True):
+            _print_result(text, result, as_json=as_json, bare=len(texts) == n == 1)
+        sys.stdout.flush()
+        completions = [completion for result in results for completion in result.outputs]
+        _print_closing_line(llm, len(results), sum(len(c.token_ids) for c in completions), seconds)
+        if num_failed := sum(completion.finish_reason == "error" for completion in completions):
+            raise RuntimeError(f"{num_failed} of {len(completions)} answers ended with an error")
+
+
+@app.command()
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    seed: Seed = None,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    progress: Progress = True,
+    debug: Debug = False,
+) -> None:
+    """Talk with a model. /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
+    with _errors_in_one_line(debug):
+        params = pagedjax.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        # A conversation never has two requests in flight: this leaves fewer programs to compile.
+        llm = pagedjax.LLM(model, progress=progress, max_num_seqs=1, **_given(dtype=dtype, max_model_len=max_model_len))
+        if not getattr(llm.tokenizer, "chat_template", None):
+            raise ValueError(f"{model} has no chat template: use `pagedjax generate --no-chat`")
+        history = beginning = [{"role": "system", "content": system}] if system else []
+        num_answers, num_tokens, seconds = 0, 0, 0.0
+        for line in _lines():
+            if line == "/reset":
+                history = beginning
+                continue
+            question = {"role": "user", "content": line}
+            start = time.perf_counter()
+            try:
+                answer, num_new_tokens = _stream_answer(llm, [*history, question], params)
+            except ValueError as error:  # such as a conversation that has become too long
+                if not _is_interactive():
+                    raise
+                print(f"{_one_line(error)} (/reset begins a new conversation)", file=sys.stderr)
+                continue
+            seconds += time.perf_counter() - start
+            num_answers += 1
+            num_tokens += num_new_tokens
+            if answer:
+                history = [*history, question, {"role": "assistant", "content": answer}]
+        _print_closing_line(llm, num_answers, num_tokens, seconds)
+
+
+@contextlib.contextmanager
+def _errors_in_one_line(debug: bool) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # a reader that has enough, as in `| head`; typer ends quietly, as it does on Ctrl-C
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(f"pagedjax: error: {_one_line(error)}", file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    # Of the others (KeyError: 'x') the kind says more than the text.
+    explains_itself = isinstance(error, ValueError | OSError | RuntimeError) and text
+    return text if explains_itself else f"{type(error).__name__}: {text}"
+
+
+def _read_prompts(prompts: list[str], file: str | None) -> list[str]:
+    for i, prompt in enumerate(prompts, start=1):
+        if not prompt.strip():
+            raise ValueError(f"prompt {i} is empty")
+    if file is not None:
+        try:
+            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+        prompts = prompts + [line for line in text.split("\n") if line.strip()]
+    if not prompts:
+        raise ValueError("no prompts: give them as arguments, or one per line with --file")
+    return prompts
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _print_result(prompt: str, result: Any, *, as_json: bool, bare: bool) -> None:
+    if as_json:
+        fields = ("index", "text", "token_ids", "finish_reason")
+        outputs = [{name: getattr(completion, name) for name in fields} for completion in result.outputs]
+        print(json.dumps({"prompt": prompt, "outputs": outputs}, ensure_ascii=False))
+    elif bare:  # the answer alone, to be piped on
+        print(result.outputs[0].text)
+    else:
+        print(f"> {prompt}")
+        for completion in result.outputs:
+            print(f"[{completion.index}] {completion.text}" if len(result.outputs) > 1 else completion.text)
+        print()
+
+
+def _print_closing_line(llm: Any, num_requests: int, num_tokens: int, seconds: float) -> None:
+    stats = llm.stats()
+    speed = f"{num_tokens / max(seconds, 1e-9):.1f} output tokens/s ({num_tokens} in {seconds:.1f} s)"
+    blocks = f"peak {stats.peak_blocks_used} of {stats.num_blocks} blocks"
+    print(f"{speed}, {num_requests} requests, {blocks}, {stats.num_preemptions} preemptions", file=sys.stderr)
+
+
+def _is_interactive() -> bool:
+    return sys.stdin.isatty()
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, without empty lines, until the end of the input."""
+    interactive = _is_interactive()
+    if interactive:
+        with contextlib.suppress(ImportError):  # line editing and history, where the platform has them
+            importlib.import_module("readline")
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            if interactive:
+                print()
+            return
+        except KeyboardInterrupt:  # drops the line, as in a shell
+            if not interactive:
+                raise
+            print()
+            continue
+        if line == "/exit":
+            return
+        if line:
+            yield line
+
+
+def _stream_answer(llm: Any, messages: list[dict[str, str]], params: Any) -> tuple[str, int]:
+    """Prints an answer while it arrives; returns its text and number of tokens. Ctrl-C ends it early."""
+    request_id = llm.engine.add_request(llm.render_chat(messages), params)
+    text, num_tokens = "", 0
+    # Ctrl-C waits for the end of the step: an exception inside it would cost the KV pool.
+    interrupted = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        while llm.engine.has_unfinished() and not interrupted.is_set():
+            for output in llm.engine.step():
+                completion = output.outputs[0]
+                print(completion.text[len(text) :], end="", flush=True)
+                text, num_tokens = completion.text, len(completion.token_ids)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    print(flush=True)
+    if interrupted.is_set():
+        llm.engine.abort(request_id)
+        if not _is_interactive():  # nobody is there to go on with
+            raise KeyboardInterrupt
+    return text, num_tokens
