@@ -1,0 +1,1 @@
+"""Flax models and everything that turns a checkpoint into (config, params, tokenizer)."""

@@ -1,0 +1,81 @@
+"""Reads a Hugging Face model folder: `config.json` and one or many safetensors files."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+FLOAT_CODES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ValueError that names the file when it is absent or holds something else."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing in {path.parent}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def shard_names(folder: Path) -> dict[str, frozenset[str]]:
+    """Which tensors each safetensors file of the folder holds, checked against the files themselves.
+
+    With a `model.safetensors.index.json` the index is the authority: a file that it names and that is not there, a
+    tensor that it places in a file that lacks it, and a tensor in a file that it does not name there, are all errors.
+    """
+    if not (folder / INDEX_NAME).is_file():
+        return {SINGLE_NAME: _names_in(folder / SINGLE_NAME)}
+    weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{folder / INDEX_NAME} has no weight_map from tensor names to file names")
+    shards: dict[str, frozenset[str]] = {}
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file:
+            raise ValueError(f"{INDEX_NAME} names {file!r}, expected a file in the same folder")
+        indexed = frozenset(name for name, where in weight_map.items() if where == file)
+        held = _names_in(folder / file)
+        if indexed != held:
+            absent, extra = sorted(indexed - held), sorted(held - indexed)
+            raise ValueError(f"{INDEX_NAME} and {file} differ: missing in the file {absent}, not in the index {extra}")
+        shards[file] = held
+    return shards
+
+
+def iter_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a model folder, (name, array in the file's own float type), read one at a time."""
+    for file, names in shard_names(folder).items():
+        with safe_open(folder / file, framework="np") as shard:
+            for name in sorted(names):
+                code = shard.get_slice(name).get_dtype()
+                if code not in FLOAT_CODES and not name.endswith("rotary_emb.inv_freq"):
+                    raise ValueError(f"tensor {name} is of type {code}, expected one of {', '.join(FLOAT_CODES)}")
+                yield name, shard.get_tensor(name)
+
+
+def stored_dtype(folder: Path) -> str:
+    """The float type of the first tensor: what a checkpoint is in whose config names no dtype."""
+    file, names = next(iter(shard_names(folder).items()))
+    with safe_open(folder / file, framework="np") as shard:
+        code = shard.get_slice(min(names)).get_dtype()
+    if code not in FLOAT_CODES:
+        raise ValueError(f"tensor {min(names)} is of type {code}, expected one of {', '.join(FLOAT_CODES)}")
+    return FLOAT_CODES[code]
+
+
+def _names_in(path: Path) -> frozenset[str]:
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing in {path.parent}")
+    try:
+        with safe_open(path, framework="np") as shard:
+            return frozenset(shard.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a valid safetensors file: {error}") from error
