@@ -1,0 +1,104 @@
+"""Turns what the scheduler chose into the int32 tables that the device reads: pure, numpy, padded to a bucket."""
+
+from bisect import bisect_left
+from itertools import chain
+from operator import attrgetter
+
+import numpy as np
+from jaxtyping import Int32
+
+from pagedjax.block_allocator import NULL_BLOCK
+from pagedjax.config import EngineConfig
+from pagedjax.model_input import ModelInput, SamplingInput
+from pagedjax.pallas_kernels.metadata import AttentionMetadata
+from pagedjax.request import Request
+from pagedjax.scheduler import SchedulerOutput
+
+
+def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
+    """The model's input for one step, as numpy arrays: tokens of all requests one after another, T and S padded.
+
+    Call it after `schedule` and before `update`. With `config.check_integrity`, an index that leaves the pool or the
+    model's positions is an AssertionError: on the device it would read or write another request's KV without a word.
+    """
+    requests = list(scheduled.num_new_tokens)
+    R = len(requests)
+    num_new = np.fromiter(scheduled.num_new_tokens.values(), np.int32, R)
+    num_computed = np.fromiter(map(attrgetter("num_computed_tokens"), requests), np.int32, R)
+    ends = np.cumsum(num_new, dtype=np.int32)
+    num_tokens = int(ends[-1])
+    T = config.token_buckets[bisect_left(config.token_buckets, num_tokens)]
+    S = min(T, config.max_num_running)
+
+    block_tables = _pad_block_tables(requests, S, config.max_blocks_per_seq)
+    rows = np.repeat(np.arange(R), num_new)
+    positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - num_new - num_computed, num_new)
+    blocks = block_tables[rows, positions // config.block_size]
+    token_ids = chain.from_iterable(
+        request.token_ids[request.num_computed_tokens : request.num_computed_tokens + n]
+        for request, n in scheduled.num_new_tokens.items()
+    )
+    row_of = {request: row for row, request in enumerate(requests)}
+    sampling_rows = np.fromiter((row_of[r] for r in scheduled.sampling), np.intp, len(scheduled.sampling))
+
+    batch = ModelInput(
+        token_ids=_padded(np.fromiter(token_ids, np.int32, num_tokens), T),
+        positions=_padded(positions, T),
+        attn=AttentionMetadata(
+            slot_mapping=_padded(blocks * config.block_size + positions % config.block_size, T),
+            block_tables=block_tables,
+            context_lens=_padded(num_computed + num_new, S),
+            query_start_loc=np.concatenate([[0], ends, np.full(S - R, num_tokens)], dtype=np.int32),
+            max_query_len=1 if num_tokens == R else T,
+        ),
+        logits_indices=_padded(ends[sampling_rows] - 1, S),
+        num_samples=np.array(len(scheduled.sampling), np.int32),
+        sampling=_sampling_input(scheduled.sampling, S),
+    )
+    if config.check_integrity:
+        _check_ranges(batch, requests, config)
+    return batch
+
+
+def _pad_block_tables(requests: list[Request], S: int, B: int) -> Int32[np.ndarray, "S B"]:
+    tables = np.zeros((S, B), np.int32)
+    lengths = np.fromiter((len(request.block_table) for request in requests), np.int32, len(requests))
+    flat = np.frombuffer(b"".join(request.block_table for request in requests), np.int32)
+    used = tables[: len(requests), : lengths.max()]  # a view
+    used[np.arange(used.shape[1]) < lengths[:, None]] = flat
+    return tables
+
+
+def _sampling_input(requests: list[Request], S: int) -> SamplingInput:
+    def column(name: str, dtype: type, padding: int = 0) -> np.ndarray:
+        out = np.full(S, padding, dtype)
+        out[: len(requests)] = np.fromiter(map(attrgetter(name), requests), dtype, len(requests))
+        return out
+
+    seeds = column("seed", np.uint64)
+    return SamplingInput(
+        temperature=column("params.temperature", np.float32),
+        top_k=np.maximum(column("params.top_k", np.int32), 0),
+        top_p=column("params.top_p", np.float32, padding=1),
+        seed=np.stack([seeds >> 32, seeds & 0xFFFFFFFF], axis=1).astype(np.uint32),
+        sample_index=column("sample_index", np.uint32),
+        num_outputs=column("num_output_tokens", np.uint32),
+    )
+
+
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([values, np.zeros(size - len(values), values.dtype)])
+
+
+def _check_ranges(batch: ModelInput, requests: list[Request], config: EngineConfig) -> None:
+    """Raises AssertionError for an index that the device would clamp, wrap or drop instead of refusing it."""
+    num_tokens = int(batch.attn.query_start_loc[-1])
+    token_ids, positions = batch.token_ids[:num_tokens], batch.positions[:num_tokens]
+    assert (token_ids >= 0).all(), f"negative token id in {token_ids}"
+    assert ((positions >= 0) & (positions < config.max_model_len)).all(), f"position outside the model: {positions}"
+    for request, context_len in zip(requests, batch.attn.context_lens, strict=False):
+        table = request.block_table
+        assert all(NULL_BLOCK < block <= config.num_blocks for block in table), f"block outside the pool: {table}"
+        # One that was aborted after `schedule` has no blocks: it writes to the null block, and its token is dropped.
+        is_covered = request.is_finished or len(table) >= config.num_blocks_for(int(context_len))
+        assert is_covered, f"{context_len} tokens in {len(table)} blocks"

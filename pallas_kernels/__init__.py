@@ -1,0 +1,1 @@
+"""Attention kernels over the paged KV pool: one typed op, one file per implementation."""
