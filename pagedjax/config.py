@@ -1,0 +1,59 @@
+"""Sizes and limits of one engine: frozen, validated once, host only."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+def check_positive_int(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is an int (not a bool) of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive int, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the host side needs to know; the model's own sizes are in `pagedjax.models.config.ModelConfig`."""
+
+    num_blocks: int
+    """Usable KV blocks. The device pool holds one more: block 0, the null block, which padding reads and writes."""
+    max_model_len: int
+    """Most tokens that a request may have, prompt and output together."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    max_num_seqs: int = 256
+    """Most requests that run in one step."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step: decodes, and prompts in chunks."""
+    check_integrity: bool = False
+    """Recount blocks and check every table before each step: for tests and for debugging."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            check_positive_int(name, getattr(self, name))
+
+    @property
+    def max_num_running(self) -> int:
+        """Most requests in one step: each running request needs at least one token of the budget."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Width of a block table: enough for `max_model_len` tokens."""
+        return self.num_blocks_for(self.max_model_len)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens a request can reach: one more than fits the pool, as the last sampled token needs no slot."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+    @cached_property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Sizes that a step's tokens are padded to, ascending: powers of two, from 16 on also halfway between them
+        (at most a third is padding), and last the budget itself."""
+        limit = self.max_num_batched_tokens
+        sizes = {2**k for k in range(limit.bit_length())} | {3 * 2**k for k in range(3, limit.bit_length())}
+        return (*sorted(size for size in sizes if size < limit), limit)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold the KV of `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,35 @@
+"""The KV pool on the device: per layer, keys and values in fixed-size blocks."""
+
+from dataclasses import dataclass
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+# No run-time check of the fields: JAX rebuilds pytrees with leaves that are no arrays (avals, shardings, None).
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of all layers. A separate array per layer: each is donated and updated in place by itself."""
+
+    k: tuple[Float[Array, "N bs K D"], ...]
+    v: tuple[Float[Array, "N bs K D"], ...]
+
+
+def init_kv_cache(
+    *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
+) -> KVCache:
+    """A zeroed pool of `num_blocks` usable blocks and the null block, block 0, in front of them."""
+    shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2))
+    return KVCache(k, v)
+
+
+def bytes_per_block(
+    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
+) -> int:
+    """Bytes of one block, keys and values of all layers together."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize

@@ -1,0 +1,146 @@
+"""Params and KV pool on the device, and the one jitted step that uses them: the only jit and donate boundary."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int32
+from tqdm.auto import tqdm
+
+from pagedjax.config import EngineConfig
+from pagedjax.kv_cache import KVCache, init_kv_cache
+from pagedjax.model_input import ModelInput, SamplingInput
+from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step
+from pagedjax.pallas_kernels.metadata import AttentionMetadata
+from pagedjax.sampler import sample
+
+CPU_HEAD_ROWS = 32
+"""Rows that go through the head at a time on a CPU, where products are compute-bound. A GPU takes all at once: there
+each turn of the loop would read the head's weights again."""
+
+
+class ModelRunner:
+    """Runs steps. On a GPU a step is one program; on a CPU it is one per part of the model, shared by all layers, as
+    XLA:CPU takes too long over whole steps (docs/decisions.md). Everything compiles in `warm_up`, or else at first use.
+    """
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        params: Params,
+        config: EngineConfig,
+        *,
+        kv_dtype: jax.typing.DTypeLike,
+        whole_step: bool | None = None,
+    ) -> None:
+        self.model = model
+        self.params = params
+        self.config = config
+        self.kv_dtype = jnp.dtype(kv_dtype)
+        self.kv_cache = self._new_kv_cache()
+        is_cpu = jax.default_backend() == "cpu"
+        whole_step = not is_cpu if whole_step is None else whole_step
+        self._forward = jax.jit(paged_step, static_argnums=0, donate_argnums=3) if whole_step else paged_step
+        self._head_rows = CPU_HEAD_ROWS if is_cpu else config.max_num_running
+
+    def run(self, batch: ModelInput) -> np.ndarray:
+        """Runs one step: i32[S] token ids, of which the first `batch.num_samples` are real. DONATES the pool."""
+        batch = jax.device_put(batch)
+        hidden, self.kv_cache = self._forward(self.model.config, self.params, batch, self.kv_cache)
+        return np.asarray(_sample_rows(self.model, self._head_params, hidden, batch, self._head_rows))
+
+    def run_with_logits(self, batch: ModelInput) -> tuple[np.ndarray, np.ndarray]:
+        """As `run`, and also the f32[S, V] logits that the tokens come from: for tests and for debugging."""
+        batch = jax.device_put(batch)
+        hidden, self.kv_cache = self._forward(self.model.config, self.params, batch, self.kv_cache)
+        logits = self.model.apply({"params": self._head_params}, hidden[batch.logits_indices], method="logits")
+        return np.asarray(sample(logits, batch.sampling)), np.asarray(logits)
+
+    def warm_up(self, *, progress: bool = False) -> None:
+        """Compiles every program that `run` may need, by running each once on padding alone."""
+        for batch in tqdm(list(self.padding_batches()), desc="compiling", unit="program", disable=not progress):
+            self.run(batch)
+
+    def padding_batches(self) -> Iterable[ModelInput]:
+        """A batch of padding for each program: buckets of decodes, and buckets of anything."""
+        for num_tokens in self.config.token_buckets:
+            if num_tokens <= self.config.max_num_running:
+                yield padding_batch(self.config, num_tokens, max_query_len=1)
+            if num_tokens > 1:
+                yield padding_batch(self.config, num_tokens, max_query_len=num_tokens)
+
+    def restore_kv_cache(self) -> None:
+        """After a failed step: makes a new pool if the old one, donated, went with it."""
+        if any(x.is_deleted() for x in jax.tree.leaves(self.kv_cache)):
+            self.kv_cache = self._new_kv_cache()
+
+    @property
+    def _head_params(self) -> Params:
+        return {name: self.params[name] for name in ("embed_tokens", "norm", "lm_head") if name in self.params}
+
+    def _new_kv_cache(self) -> KVCache:
+        model = self.model.config
+        return init_kv_cache(
+            num_layers=model.num_layers,
+            num_blocks=self.config.num_blocks,
+            block_size=self.config.block_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=self.kv_dtype,
+        )
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _sample_rows(
+    model: LlamaForCausalLM, params: Params, hidden: Float[Array, "T D"], batch: ModelInput, tile_rows: int
+) -> Int32[Array, "S"]:
+    """The head and the sampler over as many tiles of rows as sample in this step: none at all in mid-prompt."""
+    num_rows = len(batch.logits_indices)
+    tile_rows = min(num_rows, tile_rows)
+    padding = -num_rows % tile_rows
+    rows = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)), (batch.logits_indices, batch.sampling)
+    )
+
+    def sample_tile(index: Int32[Array, ""], tokens: Int32[Array, "P"]) -> Int32[Array, "P"]:
+        start = index * tile_rows
+        indices, sampling = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_rows), rows)
+        logits = model.apply({"params": params}, hidden[indices], method="logits")
+        return lax.dynamic_update_slice_in_dim(tokens, sample(logits, sampling), start, 0)
+
+    num_tiles = -(-batch.num_samples // tile_rows)
+    tokens = lax.fori_loop(0, num_tiles, sample_tile, jnp.zeros(num_rows + padding, jnp.int32))
+    return tokens[:num_rows]
+
+
+def padding_batch(config: EngineConfig, num_tokens: int, max_query_len: int) -> ModelInput:
+    """A batch of this shape without any request: it computes on the null block alone."""
+    num_rows = min(num_tokens, config.max_num_running)
+
+    def zeros(*shape: int, dtype: type = np.int32) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    return ModelInput(
+        token_ids=zeros(num_tokens),
+        positions=zeros(num_tokens),
+        attn=AttentionMetadata(
+            slot_mapping=zeros(num_tokens),
+            block_tables=zeros(num_rows, config.max_blocks_per_seq),
+            context_lens=zeros(num_rows),
+            query_start_loc=zeros(num_rows + 1),
+            max_query_len=max_query_len,
+        ),
+        logits_indices=zeros(num_rows),
+        num_samples=zeros(),
+        sampling=SamplingInput(
+            temperature=zeros(num_rows, dtype=np.float32),
+            top_k=zeros(num_rows),
+            top_p=np.ones(num_rows, np.float32),
+            seed=zeros(num_rows, 2, dtype=np.uint32),
+            sample_index=zeros(num_rows, dtype=np.uint32),
+            num_outputs=zeros(num_rows, dtype=np.uint32),
+        ),
+    )
