@@ -50,6 +50,7 @@ TEXTS = [
     "<0x0A><s></s><unk>",
     "ĠGĊ",
     "x" * 50,
+    "zqjk",
 ]
 DIGITS = ["1234567890", "  12 and 3.14", "in 1999, 20% of 1,000,000", "a1b22c333 v2.0.1", "\n1\n 2\n  3", "² ½3 ٣4"]
 CORPUS = [*TEXTS, *DIGITS, "the quick brown fox jumps over the lazy dog " * 3, "don't 1234 12 34 return x return"]
@@ -303,10 +304,11 @@ def sentencepiece():
     ascii_only = [text for text in CORPUS if text.isascii()]  # the rest falls back to bytes
     tokenizer.train_from_iterator(ascii_only * 3, trainers.BpeTrainer(vocab_size=250, show_progress=False))
     vocab = tokenizer.get_vocab()
-    learned = sorted(vocab, key=vocab.__getitem__)
+    # and three of one score, where zqj must win over jk
+    learned = [*sorted(vocab, key=vocab.__getitem__), "zq", "jk", "zqj"]
     base = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens = [*base, *learned]
-    scores = [0.0] * len(base) + [-float(rank) for rank in range(len(learned))]
+    scores = [0.0] * len(base) + [-float(rank // 5) for rank in range(len(learned) - 3)] + [-1e3] * 3
     return tokens, scores, [2, 3, 3] + [6] * 256 + [1] * len(learned)
 
 
