@@ -44,10 +44,17 @@ class ModelRunner:
         is_cpu = jax.default_backend() == "cpu"
         whole_step = not is_cpu if whole_step is None else whole_step
         self._forward = jax.jit(paged_step, static_argnums=0, donate_argnums=3) if whole_step else paged_step
+        self._shapes_run: set[tuple[int, int]] = set()
         self._head_rows = CPU_HEAD_ROWS if is_cpu else config.max_num_running
+
+    @property
+    def num_programs(self) -> int:
+        """Shapes of batches that were run, and so compiled, so far."""
+        return len(self._shapes_run)
 
     def run(self, batch: ModelInput) -> np.ndarray:
         """Runs one step: i32[S] token ids, of which the first `batch.num_samples` are real. DONATES the pool."""
+        self._shapes_run.add((len(batch.token_ids), batch.attn.max_query_len))
         batch = jax.device_put(batch)
         hidden, self.kv_cache = self._forward(self.model.config, self.params, batch, self.kv_cache)
         return np.asarray(_sample_rows(self.model, self._head_params, hidden, batch, self._head_rows))

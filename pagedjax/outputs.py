@@ -32,3 +32,25 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine's start, and its pool and queues as they are now."""
+
+    num_running: int
+    num_waiting: int
+    """Requests that wait for their first step or, preempted, for their next one."""
+    num_blocks: int
+    """Usable blocks of the pool."""
+    num_free_blocks: int
+    peak_blocks_used: int
+    """Most blocks in use at one time."""
+    num_preemptions: int
+    num_steps: int
+    num_finished: int
+    """Requests that ended, aborted ones included; the n completions of one request count once."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_programs: int
+    """Shapes of steps that were compiled, or read from the persistent compilation cache."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 MAX_SEED = 2**64 - 1
-MIN_SEED = -(2**63)
-"""Seeds are 64-bit, signed or unsigned: any other int is refused rather than wrapped."""
+"""Seeds are 64-bit and unsigned: any other int is refused, as wrapped it would coincide with one of these."""
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -43,11 +42,12 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probability reaches top_p; 1.0 keeps all, 0 is greedy."""
     seed: int | None = None
-    """64-bit. The same seed gives the same tokens whatever else is in the batch. None draws a fresh one per request."""
+    """0 to 2**64 - 1. The same seed gives the same tokens whatever else is in the batch. None draws a fresh one per request."""
     max_tokens: int | None = 16
     """Most tokens to generate; None generates until a stop or the model's length limit."""
     stop: str | Sequence[str] = ()
-    """Strings that end the output; the earliest in the text wins, at one place the longest."""
+    """Strings that end the output: the one that is complete first wins, and of those that end at the same character
+    the longest, however the text is split over tokens."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end the output, kept in token_ids; they also act with ignore_eos."""
     include_stop_str_in_output: bool = False
@@ -65,7 +65,7 @@ class SamplingParams:
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_float("top_p", self.top_p, 0.0, 1.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, MIN_SEED, MAX_SEED)
+            _check_int("seed", self.seed, 0, MAX_SEED)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         if not isinstance(self.stop, Sequence) or not all(isinstance(s, str) and s for s in self.stop_strings):

@@ -60,13 +60,17 @@ class Scheduler:
         """Whether any request still runs or waits."""
         return bool(self.running or self.waiting)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether an unfinished request has this id."""
+        return request_id in self.running or request_id in self.waiting
+
     def add(self, request: Request) -> None:
         """Queues a request that arrived after all others. Its id is free again once it has ended.
 
         Raises ValueError if an unfinished request has its id, or if its prompt can never fit.
         """
         config, name = self.config, f"request {request.request_id!r}"
-        if request.request_id in self.running or request.request_id in self.waiting:
+        if request.request_id in self:
             raise ValueError(f"{name} is not finished yet: choose another request_id")
         num_prompt = len(request.prompt_token_ids)
         if not 1 <= num_prompt < config.max_seq_len:

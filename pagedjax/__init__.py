@@ -1,0 +1,43 @@
+"""PagedAttention as a JAX engine: `pagedjax.generate`, `pagedjax.LLM`, `pagedjax.load`.
+
+Names load on first use, so that `import pagedjax` is instant and the host side never imports jax.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagedjax.config import EngineConfig as EngineConfig
+    from pagedjax.engine import LLMEngine as LLMEngine
+    from pagedjax.llm import LLM as LLM
+    from pagedjax.llm import generate as generate
+    from pagedjax.llm import load as load
+    from pagedjax.outputs import CompletionOutput as CompletionOutput
+    from pagedjax.outputs import EngineStats as EngineStats
+    from pagedjax.outputs import RequestOutput as RequestOutput
+    from pagedjax.sampling_params import SamplingParams as SamplingParams
+
+_HOMES = {
+    "LLM": "llm",
+    "generate": "llm",
+    "load": "llm",
+    "LLMEngine": "engine",
+    "EngineConfig": "config",
+    "SamplingParams": "sampling_params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "EngineStats": "outputs",
+}
+
+__version__ = "0.1.0"
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"pagedjax.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,176 @@
+"""The engine: requests go in, steps run, outputs come out. One step reads schedule, run, update."""
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from pagedjax.batch import build_batch
+from pagedjax.config import EngineConfig
+from pagedjax.model_input import ModelInput
+from pagedjax.model_runner import ModelRunner
+from pagedjax.output_processor import OutputProcessor
+from pagedjax.outputs import EngineStats, RequestOutput
+from pagedjax.request import Request
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.scheduler import Scheduler
+
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+"""Text, token ids, or a mapping with one of the keys "prompt" and "prompt_token_ids"."""
+
+
+class LLMEngine:
+    """Continuous batching over paged KV blocks (PagedAttention, arXiv 2309.06180). Not thread-safe: one owner."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        *,
+        tokenizer: Any | None = None,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+    ) -> None:
+        self.runner = runner
+        self.config = config
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(config)
+        self.outputs = OutputProcessor(tokenizer)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocab_size = runner.model.config.vocab_size
+        self._arrivals = count()
+        self._request_numbers = count()
+        self._seeds = random.Random(seed)
+        self._num_steps = self._num_finished = self._num_prompt_tokens = self._num_output_tokens = 0
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        """Queues a prompt; returns the request's id, a fresh one if none is given.
+
+        Raises ValueError, and queues nothing, for a prompt that is empty, not in the vocabulary or too long for
+        `max_model_len` or the pool, and for an id that an unfinished request has.
+        """
+        params = SamplingParams() if params is None else params
+        text, token_ids = self.tokenize(prompt)
+        self._check_params(params)
+        if request_id is None:
+            request_id = next(name for n in self._request_numbers if (name := str(n)) not in self.outputs.groups)
+        requests = self._new_requests(request_id, token_ids, params)
+        for name in (request_id, *(request.request_id for request in requests)):
+            if name in self.outputs.groups or name in self.scheduler:
+                raise ValueError(f"request_id {name!r} is in use by an unfinished request")
+        for request in requests:
+            self.scheduler.add(request)  # if the first one fits, so do the others: nothing is queued by half
+        self.outputs.add(request_id, text, requests)
+        self._num_prompt_tokens += len(token_ids)
+        return request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request in any state; its last output, or None if no unfinished request has this id."""
+        output = self.outputs.abort(request_id, self.scheduler)
+        self._num_finished += output is not None
+        return output
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return self.scheduler.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one step; returns the requests that got a token, with all of their output so far.
+
+        If the step raises, every running request goes back to the queue and is computed again by the next steps.
+        """
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        sampled = self._run(build_batch(scheduled, self.config))
+        updated = self.scheduler.update(scheduled, sampled[: len(scheduled.sampling)])
+        outputs = self.outputs.process(updated, self.scheduler)
+
+        self._num_steps += 1
+        self._num_output_tokens += len(updated)
+        self._num_finished += sum(output.finished for output in outputs)
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the state of the pool and the queues now."""
+        allocator = self.scheduler.allocator
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_blocks=allocator.num_blocks,
+            num_free_blocks=allocator.num_free_blocks,
+            peak_blocks_used=allocator.peak_blocks_used,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_finished=self._num_finished,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_programs=self.runner.num_programs,
+        )
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it has one, and its token ids. Raises ValueError that says what is wrong with it."""
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys not in ({"prompt"}, {"prompt_token_ids"}):
+                raise ValueError(f'prompt must have the key "prompt" or "prompt_token_ids" alone, got {sorted(keys)}')
+            (prompt,) = prompt.values()
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt is text, but this model has no tokenizer: pass token ids")
+            return prompt, _checked_token_ids(self.tokenizer(prompt)["input_ids"], self._vocab_size)
+        return None, _checked_token_ids(prompt, self._vocab_size)
+
+    def _run(self, batch: ModelInput) -> np.ndarray:
+        try:
+            return self.runner.run(batch)
+        except BaseException:
+            # The step's KV, and with a donated pool all KV, is gone; the tokens are not, they are on the host.
+            self.scheduler.preempt_all()
+            self.runner.restore_kv_cache()
+            raise
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise ValueError(f"stop_token_ids must be below the vocabulary size {self._vocab_size}, got {token_id}")
+
+    def _new_requests(self, request_id: str, token_ids: list[int], params: SamplingParams) -> list[Request]:
+        limit = self.config.max_seq_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(token_ids) + params.max_tokens)
+        seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
+        return [
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}[{i}]",
+                prompt_token_ids=token_ids,
+                params=params,
+                arrival=next(self._arrivals),
+                max_num_tokens=limit,
+                seed=seed,
+                sample_index=i,
+                eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+                stop_token_ids=frozenset(params.stop_token_ids),
+            )
+            for i in range(params.n)
+        ]
+
+
+def _checked_token_ids(prompt: Sequence[int] | np.ndarray, vocab_size: int) -> list[int]:
+    """Token ids as a list of ints; ValueError for anything else. On the device a bad id would read another row."""
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, np.ndarray)):
+        raise ValueError(f"prompt must be text, token ids or a mapping, got {type(prompt).__name__}")
+    if not len(prompt):
+        raise ValueError("prompt is empty: it needs at least one token")
+    ids = np.asarray(prompt)
+    has_bools = any(isinstance(token_id, (bool, np.bool_)) for token_id in prompt)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or has_bools:
+        raise ValueError(f"prompt token ids must be a flat list of ints, got {prompt!r:.80}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"prompt token ids must be in [0, {vocab_size}), the vocabulary, got {bad}")
+    return ids.tolist()

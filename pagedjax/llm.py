@@ -1,0 +1,245 @@
+"""Offline use: a model by name or path, prompts in, completions out in the order of the prompts."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm.auto import tqdm
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine import LLMEngine, Prompt
+from pagedjax.kv_cache import bytes_per_block
+from pagedjax.model_runner import ModelRunner
+from pagedjax.models.config import ModelConfig, check_float_dtype
+from pagedjax.models.llama import LlamaForCausalLM, Params
+from pagedjax.models.load import Checkpoint, load_checkpoint
+from pagedjax.models.tokenizer import apply_chat_template
+from pagedjax.outputs import EngineStats, RequestOutput
+from pagedjax.paths import cache_dir
+from pagedjax.sampling_params import SamplingParams
+
+CPU_POOL_BYTES = 2**30
+"""KV pool on a CPU unless `num_blocks` says otherwise: 22,000 tokens of SmolLM2-135M in f32."""
+CPU_TOKEN_BUDGET = 256
+"""Tokens per step on a CPU: from here on larger products are no faster per token, only later."""
+TOKEN_BUDGET = 2048
+"""Tokens per step on an accelerator."""
+
+Message = Mapping[str, Any]
+
+
+def load(name_or_path: str | Path, dtype: str = "auto", progress: bool = False) -> tuple[LlamaForCausalLM, Params, Any]:
+    """A Flax module, its params as a plain pytree, and its tokenizer (None if the checkpoint has none).
+
+    `name_or_path` is a folder with safetensors, a .gguf file, a name of the catalogue ("smollm2-135m-instruct") or a
+    hub id. `model.apply({"params": params}, token_ids)` gives logits; `LLM(model, params=params, tokenizer=tokenizer)`
+    samples from the same arrays.
+    """
+    checkpoint = _load(name_or_path, dtype, progress)
+    return LlamaForCausalLM(checkpoint.config), checkpoint.params, checkpoint.tokenizer
+
+
+def generate(
+    model: str | Path,
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    use_tqdm: bool = True,
+    **options: Any,
+) -> list[RequestOutput]:
+    """Completions of `prompts`, in their order: `LLM(model, **options).generate(...)` for a script that asks once.
+
+    It compiles only what these prompts need. Keep an `LLM` to ask again.
+    """
+    llm = LLM(model, progress=use_tqdm, warm_up=False, **options)
+    return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+
+class LLM:
+    """A model with its KV pool and its engine, for offline use."""
+
+    def __init__(
+        self,
+        model: str | Path | LlamaForCausalLM,
+        *,
+        params: Params | None = None,
+        tokenizer: Any | None = None,
+        dtype: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        max_model_len: int | None = None,
+        seed: int = 0,
+        check_integrity: bool = False,
+        warm_up: bool = True,
+        progress: bool = False,
+    ) -> None:
+        """Loads the model, makes the pool and compiles every program.
+
+        Args:
+          model: what `load` takes, or a Flax module together with its `params` (shared, never copied) and `tokenizer`.
+          dtype: of params and pool; "auto" is float32 on a CPU and bfloat16 (or the checkpoint's float16) on a GPU.
+            Params that are passed in keep theirs.
+          block_size: tokens per KV block.
+          num_blocks: size of the pool; None takes 1 GiB on a CPU and what `gpu_memory_utilization` allows on a GPU.
+          gpu_memory_utilization: share of the GPU's memory for weights and pool together.
+          max_num_seqs: most requests in a step. max_num_batched_tokens: most tokens in a step; None picks by platform.
+          max_model_len: most tokens of a request; None takes the model's own limit.
+          seed: where the seeds of requests without one are drawn from.
+          check_integrity: recount all blocks and check all tables before each step, for debugging.
+          warm_up: compile all programs now. Without it each compiles when it is first needed.
+          progress: show bars for loading and compiling on stderr.
+        """
+        _use_compilation_cache()
+        if isinstance(model, LlamaForCausalLM):
+            if params is None:
+                raise ValueError("params: a model that is passed as a module needs its params as well")
+            dtype = str(params["norm"]["scale"].dtype)
+            eos_token_ids = model.config.eos_token_ids
+        else:
+            if params is not None or tokenizer is not None:
+                raise ValueError("params and tokenizer go with a module: a model by name or path brings its own")
+            checkpoint = _load(model, dtype, progress)
+            model, params, tokenizer = LlamaForCausalLM(checkpoint.config), checkpoint.params, checkpoint.tokenizer
+            dtype = str(params["norm"]["scale"].dtype)
+            eos_token_ids = checkpoint.config.eos_token_ids
+        self.tokenizer = tokenizer
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = CPU_TOKEN_BUDGET if jax.default_backend() == "cpu" else TOKEN_BUDGET
+        if max_model_len is None:
+            max_model_len = model.config.max_position_embeddings
+        elif max_model_len > model.config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len must be at most {model.config.max_position_embeddings}, the model's, got {max_model_len}"
+            )
+        if num_blocks is None:
+            num_blocks = _default_num_blocks(model.config, dtype, block_size, gpu_memory_utilization)
+            num_blocks = min(num_blocks, max_num_seqs * -(-max_model_len // block_size))
+        config = EngineConfig(
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            check_integrity=check_integrity,
+        )
+        runner = ModelRunner(model, params, config, kv_dtype=dtype)
+        self.engine = LLMEngine(runner, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=seed)
+        if warm_up:
+            runner.warm_up(progress=progress)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completions of one prompt or of a list, in the order of the prompts.
+
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. One SamplingParams serves
+        all prompts, a list has one for each. Raises ValueError before anything runs if any prompt is bad; after an
+        exception or an interrupt no request of this call is left in the engine.
+        """
+        prompts = [prompts] if _is_single(prompts) else list(prompts)
+        params = _params_per_prompt(sampling_params, len(prompts))
+        ids: list[str] = []
+        try:
+            for i, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    ids.append(self.engine.add_request(prompt, prompt_params))
+                except ValueError as error:
+                    raise ValueError(f"prompts[{i}]: {error}") from error if len(prompts) > 1 else error
+            return self._run(ids, use_tqdm)
+        finally:
+            for request_id in ids:
+                self.engine.abort(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation, a list of {"role": ..., "content": ...}, or to a list of conversations."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [{"prompt_token_ids": self.render_chat(conversation)} for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def render_chat(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation as prompt token ids, by the tokenizer's chat template, ready for the assistant's turn."""
+        if self.tokenizer is None:
+            raise ValueError("messages need a tokenizer with a chat template, and this model has no tokenizer")
+        return apply_chat_template(self.tokenizer, messages)
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the state of the pool and the queues now."""
+        return self.engine.stats()
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        mine = set(ids)
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
+            while len(finished) < len(ids):
+                for output in self.engine.step():
+                    if output.finished and output.request_id in mine:
+                        finished[output.request_id] = output
+                        bar.update()
+        return [finished[request_id] for request_id in ids]
+
+
+def _load(name_or_path: str | Path, dtype: str, progress: bool) -> Checkpoint:
+    if dtype != "auto":
+        return load_checkpoint(name_or_path, check_float_dtype(dtype), progress)
+    return load_checkpoint(name_or_path, "float32" if jax.default_backend() == "cpu" else "bfloat16", progress)
+
+
+def _use_compilation_cache() -> None:
+    """JAX's persistent compilation cache, in pagedjax's cache folder unless the user has chosen another."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _default_num_blocks(config: ModelConfig, dtype: str, block_size: int, gpu_memory_utilization: float) -> int:
+    block = bytes_per_block(
+        num_layers=config.num_layers,
+        block_size=block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    if stats is None:
+        return max(1, CPU_POOL_BYTES // block)
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization!r}")
+    budget = int(stats["bytes_limit"] * gpu_memory_utilization) - stats["bytes_in_use"]
+    if budget < block:
+        raise ValueError(
+            f"no memory for the KV pool: {gpu_memory_utilization:.0%} of {stats['bytes_limit'] / 2**30:.1f} GiB less "
+            f"{stats['bytes_in_use'] / 2**30:.1f} GiB in use leaves less than one block of {block / 2**20:.1f} MiB"
+        )
+    return budget // block
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    return len(prompts) > 0 and all(isinstance(x, (int, np.integer)) for x in prompts)
+
+
+def _params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(f"sampling_params must be one for all or one per prompt: {len(params)} for {num_prompts}")
+    return list(params)

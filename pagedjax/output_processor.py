@@ -1,0 +1,113 @@
+"""From sampled tokens to what the user sees: text, stop strings, and the n completions of a request put together."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pagedjax.detokenizer import Detokenizer
+from pagedjax.outputs import CompletionOutput, RequestOutput
+from pagedjax.request import FinishReason, Request
+from pagedjax.scheduler import Scheduler
+
+
+@dataclass(eq=False)
+class _Completion:
+    request: Request
+    detokenizer: Detokenizer | None
+
+    def output(self) -> CompletionOutput:
+        request = self.request
+        return CompletionOutput(
+            index=request.sample_index,
+            text=self.detokenizer.text if self.detokenizer else "",
+            token_ids=request.output_token_ids,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+
+@dataclass(eq=False)
+class _Group:
+    """What one `add_request` made: n completions of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    completions: list[_Completion]
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.request.is_finished for completion in self.completions)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.completions[0].request.prompt_token_ids,
+            outputs=[completion.output() for completion in self.completions],
+            finished=self.finished,
+        )
+
+
+class OutputProcessor:
+    """Keeps the text of every unfinished request; a finished one leaves nothing behind."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self.tokenizer = tokenizer
+        self.groups: dict[str, _Group] = {}
+        self._group_of: dict[Request, _Group] = {}
+
+    def add(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
+        """Registers the completions of one prompt."""
+        group = _Group(request_id, prompt, [_Completion(request, self._detokenizer(request)) for request in requests])
+        self.groups[request_id] = group
+        self._group_of.update((request, group) for request in requests)
+
+    def process(self, updated: Iterable[Request], scheduler: Scheduler) -> list[RequestOutput]:
+        """Adds each request's newest token to its text and ends those that complete a stop string.
+
+        Returns one output per user's request that got a token, in that order.
+        """
+        touched: dict[_Group, None] = {}
+        for request in updated:
+            group = self._group_of[request]
+            touched[group] = None
+            detokenizer = group.completions[request.sample_index].detokenizer
+            if detokenizer is None:
+                continue
+            stop = detokenizer.append(request.token_ids[-1:])
+            if stop is not None:
+                scheduler.finish(request, FinishReason.STOP, stop_reason=stop)
+            if request.is_finished:
+                detokenizer.finish()
+        return [self._output(group) for group in touched]
+
+    def abort(self, request_id: str, scheduler: Scheduler) -> RequestOutput | None:
+        """Ends all unfinished completions of a request: its last output, or None for an id that nobody has."""
+        group = self.groups.get(request_id)
+        if group is None:
+            return None
+        for completion in group.completions:
+            if not completion.request.is_finished:
+                scheduler.finish(completion.request, FinishReason.ABORT)
+                if completion.detokenizer is not None:
+                    completion.detokenizer.finish()
+        return self._output(group)
+
+    def _output(self, group: _Group) -> RequestOutput:
+        output = group.output()
+        if output.finished:
+            del self.groups[group.request_id]
+            for completion in group.completions:
+                del self._group_of[completion.request]
+        return output
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        params = request.params
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            params.stop_strings,
+            include_stop_str=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
