@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from pagedjax.kv_cache import KVCache
@@ -38,14 +39,14 @@ class RMSNorm(nn.Module):
         return normed * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
-def rope_tables(inv_freq: Float32[Array, "d"], positions: Int32[Array, "*B T"]) -> Rope:
+def rope_tables(inv_freq: Float32[Array, "d"], positions: Int32[Array | np.ndarray, "*B T"]) -> Rope:
     """cos and sin of every position's angles, d = head_dim / 2, with an axis for the heads. Always in f32."""
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(inv_freq, range(positions.ndim))
     return jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
 
 
 def apply_rope(x: Float[Array, "*B T H D"], rope: Rope) -> Float[Array, "*B T H D"]:
-    """Rotary position embedding (arXiv 2104.09864) that pairs dimension i with i + head_dim / 2, as in HF checkpoints."""
+    """Rotary position embedding (arXiv 2104.09864); pairs dimension i with i + head_dim / 2, as HF checkpoints do."""
     cos, sin = rope
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -127,7 +128,8 @@ def _embed(config: ModelConfig, params: Params, batch: ModelInput) -> tuple[Floa
 def _paged_layer(
     config: ModelConfig, params: Params, x: Float[Array, "T D"], rope: Rope, meta: AttentionMetadata, kv: LayerKV
 ) -> tuple[Float[Array, "T D"], LayerKV]:
-    return DecoderLayer(config, parent=None).apply({"params": params}, x, rope, meta, kv)
+    result: Any = DecoderLayer(config, parent=None).apply({"params": params}, x, rope, meta, kv)
+    return result
 
 
 def paged_step(
@@ -146,6 +148,12 @@ def paged_step(
         layers.append(kv)
     keys, values = zip(*layers, strict=True)
     return x, KVCache(keys, values)
+
+
+def read_out(config: ModelConfig, params: Params, hidden: Float[Array, "S D"]) -> Float32[Array, "S V"]:
+    """Logits of hidden states that `paged_step` gave."""
+    logits: Any = LlamaForCausalLM(config).apply({"params": params}, hidden, method="logits")
+    return logits
 
 
 class LlamaForCausalLM(nn.Module):
@@ -176,7 +184,7 @@ class LlamaForCausalLM(nn.Module):
 
     def step(self, batch: ModelInput, kv_cache: KVCache) -> tuple[Float[Array, "T D"], KVCache]:
         """See `paged_step`."""
-        return paged_step(self.config, self.variables["params"], batch, kv_cache)
+        return paged_step(self.config, dict(self.variables["params"]), batch, kv_cache)
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Reads hidden states out: the last norm and the head, which may be the embedding."""

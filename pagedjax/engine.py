@@ -110,8 +110,8 @@ class LLMEngine:
             num_programs=self.runner.num_programs,
         )
 
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it has one, and its token ids. Raises ValueError that says what is wrong with it."""
+    def tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """A `Prompt`'s text, if it has one, and its token ids. Raises ValueError that says what is wrong with it."""
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys not in ({"prompt"}, {"prompt_token_ids"}):
@@ -160,7 +160,7 @@ class LLMEngine:
         ]
 
 
-def _checked_token_ids(prompt: Sequence[int] | np.ndarray, vocab_size: int) -> list[int]:
+def _checked_token_ids(prompt: Any, vocab_size: int) -> list[int]:
     """Token ids as a list of ints; ValueError for anything else. On the device a bad id would read another row."""
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, np.ndarray)):
         raise ValueError(f"prompt must be text, token ids or a mapping, got {type(prompt).__name__}")

@@ -13,17 +13,21 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all layers. A separate array per layer: each is donated and updated in place by itself."""
+    """Keys and values of all layers: per layer N blocks of K heads of bs slots.
 
-    k: tuple[Float[Array, "N bs K D"], ...]
-    v: tuple[Float[Array, "N bs K D"], ...]
+    A separate array per layer, as each is donated and updated in place by itself. The slots of one head of a block lie
+    together: that is what attention reads at a time.
+    """
+
+    k: tuple[Float[Array, "N K bs D"], ...]
+    v: tuple[Float[Array, "N K bs D"], ...]
 
 
 def init_kv_cache(
     *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
 ) -> KVCache:
     """A zeroed pool of `num_blocks` usable blocks and the null block, block 0, in front of them."""
-    shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
+    shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
     k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2))
     return KVCache(k, v)
 

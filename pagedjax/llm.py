@@ -1,6 +1,7 @@
 """Offline use: a model by name or path, prompts in, completions out in the order of the prompts."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ CPU_TOKEN_BUDGET = 256
 """Tokens per step on a CPU: from here on larger products are no faster per token, only later."""
 TOKEN_BUDGET = 2048
 """Tokens per step on an accelerator."""
+CPU_BLOCK_SIZE, BLOCK_SIZE = 64, 16
+"""Tokens per block. On a CPU one head of a block is then 16 KiB of SmolLM2's KV, which comes from memory at nearly
+twice the rate of 4 KiB (docs/decisions.md)."""
 
 Message = Mapping[str, Any]
 
@@ -67,7 +71,7 @@ class LLM:
         params: Params | None = None,
         tokenizer: Any | None = None,
         dtype: str = "auto",
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 256,
@@ -84,7 +88,7 @@ class LLM:
           model: what `load` takes, or a Flax module together with its `params` (shared, never copied) and `tokenizer`.
           dtype: of params and pool; "auto" is float32 on a CPU and bfloat16 (or the checkpoint's float16) on a GPU.
             Params that are passed in keep theirs.
-          block_size: tokens per KV block.
+          block_size: tokens per KV block; None takes 64 on a CPU, where it reads faster from memory, and 16 elsewhere.
           num_blocks: size of the pool; None takes 1 GiB on a CPU and what `gpu_memory_utilization` allows on a GPU.
           gpu_memory_utilization: share of the GPU's memory for weights and pool together.
           max_num_seqs: most requests in a step. max_num_batched_tokens: most tokens in a step; None picks by platform.
@@ -108,13 +112,16 @@ class LLM:
             dtype = str(params["norm"]["scale"].dtype)
             eos_token_ids = checkpoint.config.eos_token_ids
         self.tokenizer = tokenizer
+        is_cpu = jax.default_backend() == "cpu"
+        if block_size is None:
+            block_size = CPU_BLOCK_SIZE if is_cpu else BLOCK_SIZE
         if max_num_batched_tokens is None:
-            max_num_batched_tokens = CPU_TOKEN_BUDGET if jax.default_backend() == "cpu" else TOKEN_BUDGET
+            max_num_batched_tokens = CPU_TOKEN_BUDGET if is_cpu else TOKEN_BUDGET
         if max_model_len is None:
             max_model_len = model.config.max_position_embeddings
         elif max_model_len > model.config.max_position_embeddings:
             raise ValueError(
-                f"max_model_len must be at most {model.config.max_position_embeddings}, the model's, got {max_model_len}"
+                f"max_model_len must be at most the model's {model.config.max_position_embeddings}, got {max_model_len}"
             )
         if num_blocks is None:
             num_blocks = _default_num_blocks(model.config, dtype, block_size, gpu_memory_utilization)
@@ -144,15 +151,15 @@ class LLM:
         all prompts, a list has one for each. Raises ValueError before anything runs if any prompt is bad; after an
         exception or an interrupt no request of this call is left in the engine.
         """
-        prompts = [prompts] if _is_single(prompts) else list(prompts)
-        params = _params_per_prompt(sampling_params, len(prompts))
+        prompt_list = _as_list(prompts)
+        params = _params_per_prompt(sampling_params, len(prompt_list))
         ids: list[str] = []
         try:
-            for i, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+            for i, (prompt, prompt_params) in enumerate(zip(prompt_list, params, strict=True)):
                 try:
                     ids.append(self.engine.add_request(prompt, prompt_params))
                 except ValueError as error:
-                    raise ValueError(f"prompts[{i}]: {error}") from error if len(prompts) > 1 else error
+                    raise ValueError(f"prompts[{i}]: {error}") from error
             return self._run(ids, use_tqdm)
         finally:
             for request_id in ids:
@@ -165,7 +172,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers to one conversation, a list of {"role": ..., "content": ...}, or to a list of conversations."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [{"prompt_token_ids": self.render_chat(conversation)} for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -199,7 +206,7 @@ def _load(name_or_path: str | Path, dtype: str, progress: bool) -> Checkpoint:
 
 def _use_compilation_cache() -> None:
     """JAX's persistent compilation cache, in pagedjax's cache folder unless the user has chosen another."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -227,12 +234,12 @@ def _default_num_blocks(config: ModelConfig, dtype: str, block_size: int, gpu_me
     return budget // block
 
 
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several as a list: a flat run of ints is one prompt."""
     if isinstance(prompts, (str, Mapping)):
-        return True
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1
-    return len(prompts) > 0 and all(isinstance(x, (int, np.integer)) for x in prompts)
+        return [prompts]
+    is_ids = prompts.ndim == 1 if isinstance(prompts, np.ndarray) else all(isinstance(x, Integral) for x in prompts)
+    return [prompts] if is_ids and len(prompts) else list(prompts)
 
 
 def _params_per_prompt(

@@ -1,10 +1,13 @@
 """What the device is given for one step: frozen pytrees of int32 tables, padded to a bucket."""
 
 from dataclasses import dataclass
-from typing import no_type_check
+from functools import partial
+from math import prod
+from typing import Any, no_type_check
 
 import jax
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
@@ -46,3 +49,26 @@ class ModelInput:
     num_samples: Int32[Array | np.ndarray, ""]
     """Entries of `logits_indices` and `sampling` that are real."""
     sampling: SamplingInput
+
+
+Layout = tuple[Any, tuple[tuple[tuple[int, ...], str], ...]]
+"""The tree of a packed batch, and shape and dtype of each of its leaves. Hashable: part of a compiled program."""
+
+
+def pack(batch: ModelInput) -> tuple[Int32[np.ndarray, " n"], Layout]:
+    """A host batch as one array, so that it goes to the device in one transfer instead of one per leaf."""
+    leaves, tree = jax.tree.flatten(batch)
+    flat = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
+    return flat, (tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
+
+
+@partial(jax.jit, static_argnums=1)
+def unpack(flat: Int32[Array | np.ndarray, " n"], layout: Layout) -> ModelInput:
+    """The batch that `pack` made `flat` and `layout` of, on the device."""
+    tree, specs = layout
+    leaves, start = [], 0
+    for shape, dtype in specs:
+        leaf = lax.slice_in_dim(flat, start, start + prod(shape)).reshape(shape)
+        leaves.append(lax.bitcast_convert_type(leaf, dtype))
+        start += prod(shape)
+    return jax.tree.unflatten(tree, leaves)

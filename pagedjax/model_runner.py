@@ -12,12 +12,13 @@ from tqdm.auto import tqdm
 
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, init_kv_cache
-from pagedjax.model_input import ModelInput, SamplingInput
-from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step
+from pagedjax.model_input import ModelInput, SamplingInput, pack, unpack
+from pagedjax.models.config import ModelConfig
+from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
 from pagedjax.sampler import sample
 
-CPU_HEAD_ROWS = 32
+CPU_HEAD_ROWS = 64
 """Rows that go through the head at a time on a CPU, where products are compute-bound. A GPU takes all at once: there
 each turn of the loop would read the head's weights again."""
 
@@ -55,15 +56,15 @@ class ModelRunner:
     def run(self, batch: ModelInput) -> np.ndarray:
         """Runs one step: i32[S] token ids, of which the first `batch.num_samples` are real. DONATES the pool."""
         self._shapes_run.add((len(batch.token_ids), batch.attn.max_query_len))
-        batch = jax.device_put(batch)
+        batch = unpack(*pack(batch))
         hidden, self.kv_cache = self._forward(self.model.config, self.params, batch, self.kv_cache)
-        return np.asarray(_sample_rows(self.model, self._head_params, hidden, batch, self._head_rows))
+        return np.asarray(_sample_rows(self.model.config, self._head_params, hidden, batch, self._head_rows))
 
     def run_with_logits(self, batch: ModelInput) -> tuple[np.ndarray, np.ndarray]:
         """As `run`, and also the f32[S, V] logits that the tokens come from: for tests and for debugging."""
-        batch = jax.device_put(batch)
+        batch = unpack(*pack(batch))
         hidden, self.kv_cache = self._forward(self.model.config, self.params, batch, self.kv_cache)
-        logits = self.model.apply({"params": self._head_params}, hidden[batch.logits_indices], method="logits")
+        logits = read_out(self.model.config, self._head_params, hidden[batch.logits_indices])
         return np.asarray(sample(logits, batch.sampling)), np.asarray(logits)
 
     def warm_up(self, *, progress: bool = False) -> None:
@@ -102,7 +103,7 @@ class ModelRunner:
 
 @partial(jax.jit, static_argnums=(0, 4))
 def _sample_rows(
-    model: LlamaForCausalLM, params: Params, hidden: Float[Array, "T D"], batch: ModelInput, tile_rows: int
+    config: ModelConfig, params: Params, hidden: Float[Array, "T D"], batch: ModelInput, tile_rows: int
 ) -> Int32[Array, "S"]:
     """The head and the sampler over as many tiles of rows as sample in this step: none at all in mid-prompt."""
     num_rows = len(batch.logits_indices)
@@ -115,7 +116,7 @@ def _sample_rows(
     def sample_tile(index: Int32[Array, ""], tokens: Int32[Array, "P"]) -> Int32[Array, "P"]:
         start = index * tile_rows
         indices, sampling = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_rows), rows)
-        logits = model.apply({"params": params}, hidden[indices], method="logits")
+        logits = read_out(config, params, hidden[indices])
         return lax.dynamic_update_slice_in_dim(tokens, sample(logits, sampling), start, 0)
 
     num_tiles = -(-batch.num_samples // tile_rows)

@@ -53,10 +53,13 @@ def _sample_random(logits: Float32[Array, "S V"], sampling: SamplingInput) -> In
     is_filtered = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1))
     weights = lax.cond(
         jnp.any(is_filtered),
-        lambda: jnp.where(_candidates(scaled, sampling.top_k, sampling.top_p), jnp.exp(scaled), 0),
+        lambda: jnp.where(
+            _candidates(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p)), jnp.exp(scaled), 0
+        ),
         lambda: jnp.exp(scaled),
     )
-    keys = jax.vmap(sample_key)(sampling.seed, sampling.sample_index, sampling.num_outputs)
+    streams = (sampling.seed, sampling.sample_index, sampling.num_outputs)
+    keys = jax.vmap(sample_key)(*map(jnp.asarray, streams))
     return _draw(weights, jax.vmap(jax.random.uniform)(keys))
 
 
@@ -91,9 +94,7 @@ def _ordered_bits(x: Float32[Array, "S V"]) -> UInt32[Array, "S V"]:
     return bits ^ jnp.where(bits >> 31 == 1, jnp.uint32(0xFFFFFFFF), jnp.uint32(0x80000000))
 
 
-def _largest_threshold(
-    holds: Callable[[UInt32[Array, "S"]], Bool[Array, "S"]], num_rows: int
-) -> UInt32[Array, "S"]:
+def _largest_threshold(holds: Callable[[UInt32[Array, "S"]], Bool[Array, "S"]], num_rows: int) -> UInt32[Array, "S"]:
     """The largest t per row with holds(t), for a predicate that is true up to some t; 0 where it is never true."""
 
     def try_bit(index: Int32[Array, ""], threshold: UInt32[Array, "S"]) -> UInt32[Array, "S"]:

@@ -4,20 +4,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 MAX_SEED = 2**64 - 1
 """Seeds are 64-bit and unsigned: any other int is refused, as wrapped it would coincide with one of these."""
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
 
 
-def _check_float(name: str, value: object, low: float, high: float) -> None:
+def _check_float(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number in [{low}, {high}], got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not math.isfinite(value) or not low <= float(value) <= high:
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {value!r}")
 
 
@@ -42,7 +43,7 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probability reaches top_p; 1.0 keeps all, 0 is greedy."""
     seed: int | None = None
-    """0 to 2**64 - 1. The same seed gives the same tokens whatever else is in the batch. None draws a fresh one per request."""
+    """0 to 2**64 - 1. The same seed gives the same tokens whatever else is in the batch; None draws a fresh one."""
     max_tokens: int | None = 16
     """Most tokens to generate; None generates until a stop or the model's length limit."""
     stop: str | Sequence[str] = ()

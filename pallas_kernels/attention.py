@@ -13,20 +13,21 @@ IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"xla": xla.paged_attention}
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    k_pool: Float[Array, "N bs K D"],
-    v_pool: Float[Array, "N bs K D"],
+    k_pool: Float[Array, "N K bs D"],
+    v_pool: Float[Array, "N K bs D"],
     meta: AttentionMetadata,
     *,
     scale: float,
     implementation: str | None = None,
 ) -> Float[Array, "T H D"]:
-    """Causal attention of each request's new tokens over its context in the pool (PagedAttention, arXiv 2309.06180, 4.1).
+    """Causal attention of each request's new tokens over its context in the pool (arXiv 2309.06180, section 4.1).
 
     The KV of this step's tokens must be in the pool already (`write_kv`).
 
     Args:
       q: queries of T tokens, H heads, rotary embedding applied. H is a multiple of the pool's K heads.
-      k_pool, v_pool: N blocks of bs slots. Slots that no context covers may hold anything, NaN included.
+      k_pool, v_pool: N blocks of bs slots, the slots of one head together. Slots that no context covers may hold
+        anything, NaN included.
       meta: who owns which token, and where each context lies.
       scale: multiplies the scores, usually head_dim**-0.5.
       implementation: a name from `IMPLEMENTATIONS`; None picks one that works here.

@@ -9,23 +9,25 @@ from pagedjax.pallas_kernels.metadata import AttentionMetadata
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    k_pool: Float[Array, "N bs K D"],
-    v_pool: Float[Array, "N bs K D"],
+    k_pool: Float[Array, "N K bs D"],
+    v_pool: Float[Array, "N K bs D"],
     meta: AttentionMetadata,
     *,
     scale: float,
 ) -> Float[Array, "T H D"]:
     """See `pagedjax.pallas_kernels.attention.paged_attention`. Memory grows as T x B x block_size: for tests only."""
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k_pool.shape[2]
+    num_kv_heads = k_pool.shape[1]
     token = jnp.arange(num_tokens)
     start = meta.query_start_loc
     row = jnp.clip(jnp.searchsorted(start, token, side="right") - 1, 0, len(meta.context_lens) - 1)
     position = meta.context_lens[row] - start[row + 1] + token
 
     blocks = meta.block_tables[row]
-    k = k_pool[blocks].reshape(num_tokens, -1, num_kv_heads, head_dim).astype(jnp.float32)
-    v = v_pool[blocks].reshape(num_tokens, -1, num_kv_heads, head_dim).astype(jnp.float32)
+    k, v = (  # [T, B, K, bs, D] -> [T, B bs, K, D]
+        pool[blocks].swapaxes(2, 3).reshape(num_tokens, -1, num_kv_heads, head_dim).astype(jnp.float32)
+        for pool in (k_pool, v_pool)
+    )
     visible = (jnp.arange(k.shape[1])[None, :] <= position[:, None]) & (token < start[-1])[:, None]
     # An unused slot may hold NaN, and 0 * NaN = NaN: its rows are cleared, not only its scores.
     k = jnp.where(visible[:, :, None, None], k, 0)

@@ -1,8 +1,8 @@
 """Paged attention in plain JAX: online softmax over chunks of keys with dynamic trip counts. The CPU's fast path.
 
 Queries are cut into tiles that belong to one request each. A loop takes a few tiles at a time; inside it, another
-loop walks over their contexts chunk by chunk (online softmax, arXiv 2205.14135, algorithm 1), so that the work grows
-with the tokens that are there and never with the widest table, and memory stays at a few tiles.
+loop walks over their contexts chunk by chunk (online softmax, arXiv 2205.14135, algorithm 1). So the work grows with
+the tokens that are there, never with the widest table, and what is gathered stays in the cache.
 """
 
 from collections.abc import Callable
@@ -19,21 +19,36 @@ MASKED = -1e30
 
 
 class Tiling(NamedTuple):
-    """How much one turn of the loops takes; what measured best on two AVX-512 cores (docs/decisions.md)."""
+    """How much one turn of the loops takes; the values measured best on two AVX-512 cores (docs/decisions.md)."""
 
     num_tiles: int
+    """Tiles per turn of the outer loop."""
     num_queries: int
+    """Tokens of one request per tile."""
     num_keys: int
+    """Keys of 4 bytes per number in a turn of the inner loop, more if they are narrower, in whole blocks."""
+
+    def blocks_per_chunk(self, pool: Float[Array, "N K bs D"]) -> int:
+        """Blocks per turn of the inner loop: what stays in the cache counts, so bytes."""
+        return max(1, self.num_keys * 4 // pool.dtype.itemsize // pool.shape[2])
 
 
-DECODE = Tiling(num_tiles=8, num_queries=1, num_keys=64)
-CHUNK = Tiling(num_tiles=1, num_queries=64, num_keys=128)
+DECODE = Tiling(num_tiles=4, num_queries=1, num_keys=64)
+CHUNK = Tiling(num_tiles=1, num_queries=32, num_keys=64)
+
+
+class _Tiles(NamedTuple):
+    """Tiles of Q tokens, G of them; tokens beyond their request's end have index T and position -1."""
+
+    row: Int32[Array, "G"]
+    token: Int32[Array, "G Q"]
+    position: Int32[Array, "G Q"]
 
 
 def paged_attention(
     q: Float[Array, "T H D"],
-    k_pool: Float[Array, "N bs K D"],
-    v_pool: Float[Array, "N bs K D"],
+    k_pool: Float[Array, "N K bs D"],
+    v_pool: Float[Array, "N K bs D"],
     meta: AttentionMetadata,
     *,
     scale: float,
@@ -46,114 +61,94 @@ def paged_attention(
     return out
 
 
-class _Tiles(NamedTuple):
-    """The queries of G tiles of Q tokens; tokens beyond a request's end have index T and position -1."""
-
-    row: Int32[Array, "G"]
-    token: Int32[Array, "G Q"]
-    position: Int32[Array, "G Q"]
-
-
 def _attend_rows(
     out: Float[Array, "T H D"],
     q: Float[Array, "T H D"],
-    k_pool: Float[Array, "N bs K D"],
-    v_pool: Float[Array, "N bs K D"],
+    k_pool: Float[Array, "N K bs D"],
+    v_pool: Float[Array, "N K bs D"],
     meta: AttentionMetadata,
     scale: float,
     selects: Callable[[Array], Array],
     tiling: Tiling,
 ) -> Float[Array, "T H D"]:
     """Fills the rows of `out` that belong to the requests that `selects` chooses by their number of new tokens."""
-    num_tokens = len(q)
-    num_tiles = min(tiling.num_tiles, len(meta.context_lens))
-    query_lens = jnp.diff(meta.query_start_loc)
-    tiles_per_row = jnp.where(selects(query_lens), -(-query_lens // tiling.num_queries), 0)
-    tile_ends = jnp.cumsum(tiles_per_row)
-    total = tile_ends[-1]
-
-    def tiles_from(first: Int32[Array, ""]) -> _Tiles:
-        tile = first + jnp.arange(num_tiles)
-        row = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), len(tile_ends) - 1)
-        index_in_row = tile - (tile_ends[row] - tiles_per_row[row])
-        offset = index_in_row[:, None] * tiling.num_queries + jnp.arange(tiling.num_queries)[None, :]
-        real = (tile < total)[:, None] & (offset < query_lens[row][:, None])
-        token = jnp.where(real, meta.query_start_loc[row][:, None] + offset, num_tokens)
-        position = jnp.where(real, (meta.context_lens - query_lens)[row][:, None] + offset, -1)
-        return _Tiles(row, token, position)
+    group = min(tiling.num_tiles, len(meta.context_lens))
+    num_tiles, tiles = _cut_into_tiles(meta, len(q), selects, tiling.num_queries, group)
 
     def attend_group(index: Int32[Array, ""], out: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
-        tiles = tiles_from(index * num_tiles)
-        q_tiles = q.at[tiles.token].get(mode="fill", fill_value=0)
-        result = _attend_tiles(q_tiles, k_pool, v_pool, meta.block_tables[tiles.row], tiles, scale, tiling.num_keys)
-        return out.at[tiles.token].set(result.astype(out.dtype), mode="drop")
+        row, token, position = (lax.dynamic_slice_in_dim(x, index * group, group) for x in tiles)
+        queries = q.at[token].get(mode="fill", fill_value=0)
+        result = _attend_tiles(
+            queries, k_pool, v_pool, meta.block_tables[row], position, scale, tiling.blocks_per_chunk(k_pool)
+        )
+        return out.at[token].set(result.astype(out.dtype), mode="drop")
 
-    return lax.fori_loop(0, -(-total // num_tiles), attend_group, out)
+    return lax.fori_loop(0, -(-num_tiles // group), attend_group, out)
+
+
+def _cut_into_tiles(
+    meta: AttentionMetadata, num_tokens: int, selects: Callable[[Array], Array], num_queries: int, group: int
+) -> tuple[Int32[Array, ""], _Tiles]:
+    """How many tiles there are, and all of them, padded to a multiple of `group` that always suffices."""
+    query_lens = jnp.diff(meta.query_start_loc)
+    tiles_per_row = jnp.where(selects(query_lens), -(-query_lens // num_queries), 0)
+    ends = jnp.cumsum(tiles_per_row)
+    most = num_tokens // num_queries + min(len(query_lens), num_tokens) if num_queries > 1 else len(query_lens)
+    tile = jnp.arange(-(-most // group) * group)
+    row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), len(ends) - 1)
+    first = (tile - (ends[row] - tiles_per_row[row])) * num_queries
+    offset = first[:, None] + jnp.arange(num_queries)[None, :]
+    is_real = (tile < ends[-1])[:, None] & (offset < query_lens[row][:, None])
+    token = jnp.where(is_real, meta.query_start_loc[row][:, None] + offset, num_tokens)
+    position = jnp.where(is_real, (meta.context_lens - query_lens)[row][:, None] + offset, -1)
+    return ends[-1], _Tiles(row, token, position)
 
 
 def _attend_tiles(
     q: Float[Array, "G Q H D"],
-    k_pool: Float[Array, "N bs K D"],
-    v_pool: Float[Array, "N bs K D"],
+    k_pool: Float[Array, "N K bs D"],
+    v_pool: Float[Array, "N K bs D"],
     block_tables: Int32[Array, "G B"],
-    tiles: _Tiles,
+    position: Int32[Array, "G Q"],
     scale: float,
-    num_keys: int,
+    blocks_per_chunk: int,
 ) -> Float[Array, "G Q H D"]:
-    """Online softmax of G tiles over the chunks of their contexts, as many as the longest one has."""
+    """Online softmax of a group of tiles over the chunks of their contexts, as many as the longest has."""
     num_tiles, num_queries, num_heads, head_dim = q.shape
-    num_blocks, block_size, num_kv_heads, _ = k_pool.shape
-    blocks_per_chunk = max(1, num_keys // block_size)
+    num_blocks, num_kv_heads, block_size, _ = k_pool.shape
     num_keys = blocks_per_chunk * block_size
-    q = _heads_first(q, num_kv_heads)
-    last_position = tiles.position.max(axis=1)
+    # The R query heads of a KV head and the Q tokens of a tile are the rows of one product: [G, K, Q R, D].
+    q = q.reshape(num_tiles, num_queries, num_kv_heads, -1, head_dim).swapaxes(1, 2)
+    shape = q.shape[:-1]
+    q = q.reshape(num_tiles, num_kv_heads, -1, head_dim)
 
-    def gather(pool: Float[Array, "N bs K D"], blocks: Int32[Array, "G b"]) -> Float[Array, "G C KD"]:
-        # Whole blocks as flat rows: XLA:CPU copies those, and walks element by element otherwise.
-        flat = pool.reshape(num_blocks, block_size * num_kv_heads * head_dim)
-        return flat[blocks].reshape(num_tiles, num_keys, num_kv_heads * head_dim)
+    def gather(pool: Float[Array, "N K bs D"], blocks: Int32[Array, "G b"]) -> Float[Array, "G K C D"]:
+        # One head of a block is a flat row: XLA:CPU copies rows, where other forms go element by element.
+        rows = blocks[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
+        flat = pool.reshape(num_blocks * num_kv_heads, block_size * head_dim)
+        return flat.at[rows].get(mode="clip").reshape(num_tiles, num_kv_heads, num_keys, head_dim)
 
     def chunk(index: Int32[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, peak, total = carry
         block_index = index * blocks_per_chunk + jnp.arange(blocks_per_chunk)
         blocks = block_tables.at[:, block_index].get(mode="clip")  # beyond the table nothing is visible
         key_position = index * num_keys + jnp.arange(num_keys)
-        k = gather(k_pool, blocks)
-        in_context = key_position[None, :] <= last_position[:, None]
-        v = jnp.where(in_context[:, :, None], gather(v_pool, blocks), 0)  # 0 * NaN = NaN: masked weights do not suffice
-        visible = (key_position[None, None, :] <= tiles.position[:, :, None])[:, None, :, None, :]
+        visible = key_position[None, None, :] <= position[:, :, None]
+        # A slot that nobody sees may hold NaN, and 0 * NaN = NaN: zero weights do not suffice.
+        v = jnp.where(visible.any(axis=1)[:, None, :, None], gather(v_pool, blocks), 0)
+        visible = jnp.broadcast_to(visible[:, None, :, None, :], (*shape, num_keys)).reshape(*q.shape[:-1], num_keys)
 
-        scores = _scores(q, k) * scale
-        scores = jnp.where(visible, scores, MASKED)
+        scores = jnp.einsum("gkqd,gkcd->gkqc", q, gather(k_pool, blocks), preferred_element_type=jnp.float32)
+        scores = jnp.where(visible, scores * scale, MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
         weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0)
         rescale = jnp.exp(peak - new_peak)
-        out = out * rescale[..., None] + _weighted_sum(weights.astype(v.dtype), v)
-        return out, new_peak, total * rescale + weights.sum(axis=-1)
+        attended = jnp.einsum("gkqc,gkcd->gkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return out * rescale[..., None] + attended, new_peak, total * rescale + weights.sum(axis=-1)
 
-    shape = q.shape[:-1]
-    zeros = jnp.zeros(shape, jnp.float32)
-    init = (jnp.zeros(q.shape, jnp.float32), jnp.full(shape, MASKED, jnp.float32), zeros)
-    num_chunks = -(-(last_position.max() + 1) // num_keys)
+    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
+    init = (jnp.zeros(q.shape, jnp.float32), jnp.full_like(zeros, MASKED), zeros)
+    num_chunks = -(-(position.max() + 1) // num_keys)
     out, _, total = lax.fori_loop(0, num_chunks, chunk, init)
     out = out / jnp.where(total == 0, 1, total)[..., None]
-    return out.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_queries, num_heads, head_dim)
-
-
-def _heads_first(q: Float[Array, "G Q H D"], num_kv_heads: int) -> Float[Array, "G K Q R D"]:
-    """Groups the R query heads that share a KV head."""
-    num_tiles, num_queries, num_heads, head_dim = q.shape
-    grouped = q.reshape(num_tiles, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    return grouped.transpose(0, 2, 1, 3, 4)
-
-
-def _scores(q: Float[Array, "G K Q R D"], k: Float[Array, "G C KD"]) -> Float[Array, "G K Q R C"]:
-    num_tiles, num_kv_heads, num_queries, group, head_dim = q.shape
-    k = k.reshape(num_tiles, -1, num_kv_heads, head_dim)
-    return jnp.einsum("gkqrd,gckd->gkqrc", q, k, preferred_element_type=jnp.float32)
-
-
-def _weighted_sum(weights: Float[Array, "G K Q R C"], v: Float[Array, "G C KD"]) -> Float[Array, "G K Q R D"]:
-    num_tiles, num_kv_heads, *_ = weights.shape
-    v = v.reshape(num_tiles, v.shape[1], num_kv_heads, -1)
-    return jnp.einsum("gkqrc,gckd->gkqrd", weights, v, preferred_element_type=jnp.float32)
+    return out.reshape(*shape, head_dim).swapaxes(1, 2).reshape(num_tiles, num_queries, num_heads, head_dim)
