@@ -1,6 +1,5 @@
 """Turns what the scheduler chose into the int32 tables that the device reads: pure, numpy, padded to a bucket."""
 
-from bisect import bisect_left
 from itertools import chain
 from operator import attrgetter
 
@@ -27,7 +26,8 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
     num_computed = np.fromiter(map(attrgetter("num_computed_tokens"), requests), np.int32, R)
     ends = np.cumsum(num_new, dtype=np.int32)
     num_tokens = int(ends[-1])
-    T = config.token_buckets[bisect_left(config.token_buckets, num_tokens)]
+    is_decode = num_tokens == R
+    T = config.bucket_for(num_tokens, is_decode=is_decode)
     S = min(T, config.max_num_running)
 
     block_tables = _pad_block_tables(requests, S, config.max_blocks_per_seq)
@@ -49,7 +49,7 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
             block_tables=block_tables,
             context_lens=_padded(num_computed + num_new, S),
             query_start_loc=np.concatenate([[0], ends, np.full(S - R, num_tokens)], dtype=np.int32),
-            max_query_len=1 if num_tokens == R else T,
+            max_query_len=1 if is_decode else T,
         ),
         logits_indices=_padded(ends[sampling_rows] - 1, S),
         num_samples=np.array(len(scheduled.sampling), np.int32),

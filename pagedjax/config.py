@@ -1,5 +1,6 @@
 """Sizes and limits of one engine: frozen, validated once, host only."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,13 +48,29 @@ class EngineConfig:
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
     @cached_property
-    def token_buckets(self) -> tuple[int, ...]:
-        """Sizes that a step's tokens are padded to, ascending: powers of two, from 16 on also halfway between them
-        (at most a third is padding), and last the budget itself."""
-        limit = self.max_num_batched_tokens
-        sizes = {2**k for k in range(limit.bit_length())} | {3 * 2**k for k in range(3, limit.bit_length())}
-        return (*sorted(size for size in sizes if size < limit), limit)
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Sizes that a step of decodes alone is padded to, ascending: powers of two, from 16 on also halfway between
+        them (at most a third is padding), and last the most requests that can run."""
+        return _buckets(self.max_num_running, powers_from=0, halfway=True)
+
+    @cached_property
+    def mixed_buckets(self) -> tuple[int, ...]:
+        """Sizes that a step with a chunk of a prompt is padded to: powers of two from 16 on, and last the budget. Few,
+        as each is a program to compile, and as waiting prompts fill the budget anyway."""
+        return _buckets(self.max_num_batched_tokens, powers_from=4, halfway=False)
+
+    def bucket_for(self, num_tokens: int, *, is_decode: bool) -> int:
+        """What `num_tokens` tokens are padded to."""
+        buckets = self.decode_buckets if is_decode else self.mixed_buckets
+        return buckets[bisect_left(buckets, num_tokens)]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the KV of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+
+def _buckets(limit: int, *, powers_from: int, halfway: bool) -> tuple[int, ...]:
+    sizes = {2**k for k in range(powers_from, limit.bit_length())}
+    if halfway:
+        sizes |= {3 * 2**k for k in range(3, limit.bit_length())}
+    return (*sorted(size for size in sizes if size < limit), limit)

@@ -74,10 +74,10 @@ class ModelRunner:
 
     def padding_batches(self) -> Iterable[ModelInput]:
         """A batch of padding for each program: buckets of decodes, and buckets of anything."""
-        for num_tokens in self.config.token_buckets:
-            if num_tokens <= self.config.max_num_running:
-                yield padding_batch(self.config, num_tokens, max_query_len=1)
-            if num_tokens > 1:
+        for num_tokens in self.config.decode_buckets:
+            yield padding_batch(self.config, num_tokens, max_query_len=1)
+        for num_tokens in self.config.mixed_buckets:
+            if num_tokens > 1:  # with a budget of 1 every step is a decode
                 yield padding_batch(self.config, num_tokens, max_query_len=num_tokens)
 
     def restore_kv_cache(self) -> None:

@@ -1,6 +1,7 @@
 """Golden tables, written out by hand, for the arrays that the device is given."""
 
 from array import array
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -83,7 +84,7 @@ def test_a_step_of_decodes():
 
 def test_a_step_that_fills_its_bucket_and_samples_nothing():
     request = running(list(range(50, 64)), [], num_computed=2, blocks=[5, 3, 1])
-    batch = build_batch(SchedulerOutput({request: 8}), CONFIG)
+    batch = build_batch(SchedulerOutput({request: 8}), replace(CONFIG, max_num_batched_tokens=8))
     assert_array(batch.token_ids, np.int32, [52, 53, 54, 55, 56, 57, 58, 59])
     assert_array(batch.attn.slot_mapping, np.int32, [22, 23, 12, 13, 14, 15, 4, 5])
     assert_array(batch.attn.context_lens, np.int32, [10, 0, 0, 0, 0])
@@ -124,20 +125,20 @@ def test_from_the_scheduler_to_the_tables():
 
 
 @pytest.mark.parametrize(
-    ("limit", "buckets"),
+    ("budget", "max_num_seqs", "decode_buckets", "mixed_buckets"),
     [
-        (1, (1,)),
-        (2, (1, 2)),
-        (7, (1, 2, 4, 7)),
-        (16, (1, 2, 4, 8, 16)),
-        (24, (1, 2, 4, 8, 16, 24)),
-        (25, (1, 2, 4, 8, 16, 24, 25)),
-        (317, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 317)),
-        (2048, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)),
+        (1, 256, (1,), (1,)),
+        (7, 256, (1, 2, 4, 7), (7,)),
+        (24, 8, (1, 2, 4, 8), (16, 24)),
+        (25, 25, (1, 2, 4, 8, 16, 24, 25), (16, 25)),
+        (317, 13, (1, 2, 4, 8, 13), (16, 32, 64, 128, 256, 317)),
+        (2048, 256, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256), (16, 32, 64, 128, 256, 512, 1024, 2048)),
     ],
 )
-def test_token_buckets(limit, buckets):
-    assert EngineConfig(num_blocks=1, max_model_len=1, max_num_batched_tokens=limit).token_buckets == buckets
+def test_buckets(budget, max_num_seqs, decode_buckets, mixed_buckets):
+    config = EngineConfig(num_blocks=1, max_model_len=1, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    assert config.decode_buckets == decode_buckets
+    assert config.mixed_buckets == mixed_buckets
 
 
 def test_build_batch_is_pure():

@@ -33,7 +33,7 @@ LAYERS = (
     Layer("models models.*"),
     Layer("config sampling_params request outputs block_allocator prefix_cache detokenizer", never=DEVICE),
     Layer("scheduler", never=DEVICE),
-    Layer("batch"),
+    Layer("batch output_processor"),
     Layer("model_runner"),
     Layer("engine"),
     Layer("llm functional"),
