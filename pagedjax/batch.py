@@ -28,7 +28,7 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
     num_tokens = int(ends[-1])
     is_decode = num_tokens == R
     T = config.bucket_for(num_tokens, is_decode=is_decode)
-    S = min(T, config.max_num_running)
+    S = config.num_rows_for(T)
 
     block_tables = _pad_block_tables(requests, S, config.max_blocks_per_seq)
     rows = np.repeat(np.arange(R), num_new)

@@ -1,7 +1,7 @@
 """Sizes and limits of one engine: frozen, validated once, host only."""
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 
@@ -25,12 +25,15 @@ class EngineConfig:
     """Most requests that run in one step."""
     max_num_batched_tokens: int = 2048
     """Token budget of one step: decodes, and prompts in chunks."""
+    min_decode_bucket: int = 1
+    """Fewest rows of a step, filled up with padding: 2 where products of one row fall into a slow path."""
     check_integrity: bool = False
     """Recount blocks and check every table before each step: for tests and for debugging."""
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens"):
-            check_positive_int(name, getattr(self, name))
+        for field in fields(self):
+            if field.name != "check_integrity":
+                check_positive_int(field.name, getattr(self, field.name))
 
     @property
     def max_num_running(self) -> int:
@@ -51,7 +54,8 @@ class EngineConfig:
     def decode_buckets(self) -> tuple[int, ...]:
         """Sizes that a step of decodes alone is padded to, ascending: powers of two, from 16 on also halfway between
         them (at most a third is padding), and last the most requests that can run."""
-        return _buckets(self.max_num_running, powers_from=0, halfway=True)
+        sizes = _buckets(max(self.max_num_running, self.min_decode_bucket), powers_from=0, halfway=True)
+        return tuple(size for size in sizes if size >= self.min_decode_bucket)
 
     @cached_property
     def mixed_buckets(self) -> tuple[int, ...]:
@@ -63,6 +67,10 @@ class EngineConfig:
         """What `num_tokens` tokens are padded to."""
         buckets = self.decode_buckets if is_decode else self.mixed_buckets
         return buckets[bisect_left(buckets, num_tokens)]
+
+    def num_rows_for(self, num_tokens: int) -> int:
+        """Rows of the tables of a step that is padded to `num_tokens` tokens."""
+        return min(num_tokens, max(self.max_num_running, self.min_decode_bucket))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the KV of `num_tokens` tokens."""

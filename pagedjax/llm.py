@@ -132,6 +132,8 @@ class LLM:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
+            min_decode_bucket=2 if is_cpu and dtype != "float32" else 1,
             check_integrity=check_integrity,
         )
         runner = ModelRunner(model, params, config, kv_dtype=dtype)

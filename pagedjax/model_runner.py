@@ -126,7 +126,7 @@ def _sample_rows(
 
 def padding_batch(config: EngineConfig, num_tokens: int, max_query_len: int) -> ModelInput:
     """A batch of this shape without any request: it computes on the null block alone."""
-    num_rows = min(num_tokens, config.max_num_running)
+    num_rows = config.num_rows_for(num_tokens)
 
     def zeros(*shape: int, dtype: type = np.int32) -> np.ndarray:
         return np.zeros(shape, dtype)
