@@ -31,7 +31,7 @@ def main() -> int:
     console = Console(highlight=False)
 
     start = time.perf_counter()
-    llm = pagedjax.LLM("smollm2-135m-instruct")
+    llm = pagedjax.LLM("smollm2-135m-instruct", max_num_seqs=8, progress=True)
     startup_seconds = time.perf_counter() - start
 
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
