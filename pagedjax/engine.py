@@ -9,13 +9,12 @@ import numpy as np
 
 from pagedjax.batch import build_batch
 from pagedjax.config import EngineConfig
-from pagedjax.model_input import ModelInput
 from pagedjax.model_runner import ModelRunner
 from pagedjax.output_processor import OutputProcessor
 from pagedjax.outputs import EngineStats, RequestOutput
 from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
-from pagedjax.scheduler import Scheduler
+from pagedjax.scheduler import Scheduler, SchedulerOutput
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 """Text, token ids, or a mapping with one of the keys "prompt" and "prompt_token_ids"."""
@@ -55,11 +54,10 @@ class LLMEngine:
         text, token_ids = self.tokenize(prompt)
         self._check_params(params)
         if request_id is None:
-            request_id = next(name for n in self._request_numbers if (name := str(n)) not in self.outputs.groups)
+            request_id = next(name for n in self._request_numbers if not self._name_in_use(name := str(n), params.n))
+        elif taken := self._name_in_use(request_id, params.n):
+            raise ValueError(f"request_id {taken!r} is in use by an unfinished request")
         requests = self._new_requests(request_id, token_ids, params)
-        for name in (request_id, *(request.request_id for request in requests)):
-            if name in self.outputs.groups or name in self.scheduler:
-                raise ValueError(f"request_id {name!r} is in use by an unfinished request")
         for request in requests:
             self.scheduler.add(request)  # if the first one fits, so do the others: nothing is queued by half
         self.outputs.add(request_id, text, requests)
@@ -84,7 +82,7 @@ class LLMEngine:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return []
-        sampled = self._run(build_batch(scheduled, self.config))
+        sampled = self._run(scheduled)
         updated = self.scheduler.update(scheduled, sampled[: len(scheduled.sampling)])
         outputs = self.outputs.process(updated, self.scheduler)
 
@@ -123,9 +121,9 @@ class LLMEngine:
             return prompt, _checked_token_ids(self.tokenizer(prompt)["input_ids"], self._vocab_size)
         return None, _checked_token_ids(prompt, self._vocab_size)
 
-    def _run(self, batch: ModelInput) -> np.ndarray:
+    def _run(self, scheduled: SchedulerOutput) -> np.ndarray:
         try:
-            return self.runner.run(batch)
+            return self.runner.run(build_batch(scheduled, self.config))
         except BaseException:
             # The step's KV, and with a donated pool all KV, is gone; the tokens are not, they are on the host.
             self.scheduler.preempt_all()
@@ -139,6 +137,11 @@ class LLMEngine:
             if token_id >= self._vocab_size:
                 raise ValueError(f"stop_token_ids must be below the vocabulary size {self._vocab_size}, got {token_id}")
 
+    def _name_in_use(self, request_id: str, n: int) -> str | None:
+        """The first of a request's id and of those of its n completions that an unfinished request has."""
+        names = [request_id, *(_child_id(request_id, i, n) for i in range(n))]
+        return next((name for name in names if name in self.outputs.groups or name in self.scheduler), None)
+
     def _new_requests(self, request_id: str, token_ids: list[int], params: SamplingParams) -> list[Request]:
         limit = self.config.max_seq_len
         if params.max_tokens is not None:
@@ -146,7 +149,7 @@ class LLMEngine:
         seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
         return [
             Request(
-                request_id=request_id if params.n == 1 else f"{request_id}[{i}]",
+                request_id=_child_id(request_id, i, params.n),
                 prompt_token_ids=token_ids,
                 params=params,
                 arrival=next(self._arrivals),
@@ -160,16 +163,20 @@ class LLMEngine:
         ]
 
 
+def _child_id(request_id: str, index: int, n: int) -> str:
+    return request_id if n == 1 else f"{request_id}[{index}]"
+
+
 def _checked_token_ids(prompt: Any, vocab_size: int) -> list[int]:
     """Token ids as a list of ints; ValueError for anything else. On the device a bad id would read another row."""
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, np.ndarray)):
         raise ValueError(f"prompt must be text, token ids or a mapping, got {type(prompt).__name__}")
+    is_flat = not isinstance(prompt, np.ndarray) or prompt.ndim == 1
+    if not is_flat or not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt):
+        raise ValueError(f"prompt token ids must be a flat list of ints, got {prompt!r:.80}")
     if not len(prompt):
         raise ValueError("prompt is empty: it needs at least one token")
     ids = np.asarray(prompt)
-    has_bools = any(isinstance(token_id, (bool, np.bool_)) for token_id in prompt)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or has_bools:
-        raise ValueError(f"prompt token ids must be a flat list of ints, got {prompt!r:.80}")
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise ValueError(f"prompt token ids must be in [0, {vocab_size}), the vocabulary, got {bad}")

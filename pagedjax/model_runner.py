@@ -64,8 +64,8 @@ class ModelRunner:
         """As `run`, and also the f32[S, V] logits that the tokens come from: for tests and for debugging."""
         batch = unpack(*pack(batch))
         hidden, self.kv_cache = self._forward(self.model.config, self.params, batch, self.kv_cache)
-        logits = read_out(self.model.config, self._head_params, hidden[batch.logits_indices])
-        return np.asarray(sample(logits, batch.sampling)), np.asarray(logits)
+        logits = _read_out(self.model.config, self._head_params, hidden[batch.logits_indices])
+        return np.asarray(_sample(logits, batch.sampling)), np.asarray(logits)
 
     def warm_up(self, *, progress: bool = False) -> None:
         """Compiles every program that `run` may need, by running each once on padding alone."""
@@ -99,6 +99,10 @@ class ModelRunner:
             head_dim=model.head_dim,
             dtype=self.kv_dtype,
         )
+
+
+_read_out = jax.jit(read_out, static_argnums=0)
+_sample = jax.jit(sample)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

@@ -21,10 +21,10 @@ def sample(logits: Float32[Array, "S V"], sampling: SamplingInput) -> Int32[Arra
     """One token per row: its argmax, or a draw from softmax(logits / temperature) after top-k, then top-p.
 
     top_k keeps every token that ties with the k-th; top_p keeps the smallest set of most likely tokens whose
-    probability reaches it. A temperature below the smallest normal f32 is greedy, as is 0.
+    probability reaches it. A temperature below the smallest normal f32 is greedy, as is 0, and so is top_p = 0.
     """
     greedy = _argmax(logits)
-    is_random = sampling.temperature >= jnp.finfo(jnp.float32).tiny
+    is_random = (sampling.temperature >= jnp.finfo(jnp.float32).tiny) & (sampling.top_p > 0)
     return lax.cond(
         jnp.any(is_random),
         lambda: jnp.where(is_random, _sample_random(logits, sampling), greedy),
@@ -50,13 +50,13 @@ def _sample_random(logits: Float32[Array, "S V"], sampling: SamplingInput) -> In
     temperature = jnp.maximum(sampling.temperature, jnp.finfo(jnp.float32).tiny)
     # The largest becomes 0 before the division: a tiny temperature gives 0 and -inf, never inf - inf.
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature[:, None]
+    weights = jnp.exp(scaled)
     is_filtered = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1))
+    top_k, top_p = jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p)
     weights = lax.cond(
         jnp.any(is_filtered),
-        lambda: jnp.where(
-            _candidates(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p)), jnp.exp(scaled), 0
-        ),
-        lambda: jnp.exp(scaled),
+        lambda: jnp.where(_candidates(logits, weights, top_k, top_p), weights, 0),
+        lambda: weights,
     )
     streams = (sampling.seed, sampling.sample_index, sampling.num_outputs)
     keys = jax.vmap(sample_key)(*map(jnp.asarray, streams))
@@ -72,14 +72,15 @@ def sample_key(
 
 
 def _candidates(
-    scaled: Float32[Array, "S V"], top_k: Int32[Array, "S"], top_p: Float32[Array, "S"]
+    logits: Float32[Array, "S V"], weights: Float32[Array, "S V"], top_k: Int32[Array, "S"], top_p: Float32[Array, "S"]
 ) -> Bool[Array, "S V"]:
-    """Which tokens may be drawn: top-k, then top-p of what top-k left."""
-    order = _ordered_bits(scaled)
-    num_kept = jnp.where(top_k > 0, top_k, scaled.shape[-1])
+    """Which tokens may be drawn: top-k, then top-p of what top-k left. Ranks are those of the logits: a large
+    temperature makes equal weights of them, but no ties."""
+    order = _ordered_bits(logits)
+    num_kept = jnp.where(top_k > 0, top_k, logits.shape[-1])
     kth = _largest_threshold(lambda t: jnp.sum(order >= t[:, None], axis=-1) >= num_kept, len(order))
-    weights = jnp.where(order >= kth[:, None], jnp.exp(scaled), 0)
-    # top_p = 1 keeps all, whatever the sum rounds to; top_p = 0 keeps the argmax, which has weight 1.
+    weights = jnp.where(order >= kth[:, None], weights, 0)
+    # top_p = 1 keeps all, whatever the sum rounds to; a tiny one keeps the argmax, which has weight 1.
     needed = jnp.where(top_p < 1, top_p * weights.sum(axis=-1), jnp.inf)
     needed = jnp.maximum(needed, jnp.finfo(jnp.float32).tiny)
     nucleus = _largest_threshold(
@@ -106,7 +107,7 @@ def _largest_threshold(holds: Callable[[UInt32[Array, "S"]], Bool[Array, "S"]], 
 
 def _draw(weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]) -> Int32[Array, "S"]:
     """Inverts the cumulative sum of the weights at `uniform`: first the group, then the token in it."""
-    groups = _grouped(weights, 0)
+    groups = _grouped(weights, 0.0)
     group, rest = _invert(groups.sum(axis=-1), uniform, jnp.zeros_like(uniform))
     in_group = jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]
     token, _ = _invert(in_group, None, rest)

@@ -84,7 +84,8 @@ def candidates(logits: np.ndarray, **columns: Any) -> np.ndarray:
     """Which tokens may be drawn, bool[S, V]."""
     sampling = sampling_input(len(logits), **columns)
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature[:, None]
-    return np.asarray(jit_candidates(jnp.asarray(scaled, jnp.float32), sampling.top_k, sampling.top_p))
+    weights = jnp.exp(jnp.asarray(scaled, jnp.float32))
+    return np.asarray(jit_candidates(jnp.asarray(logits), weights, sampling.top_k, sampling.top_p))
 
 
 def normal_logits(size: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -420,3 +421,15 @@ def test_b29_what_is_no_seed_is_refused(seed):
 def test_b29_what_is_one_is_taken():
     for seed in (0, 2**63 - 1, 2**63, 2**64 - 1, np.int64(7), np.uint64(2**63)):
         assert UncheckedParams(seed=seed).seed == seed
+
+
+def test_a_large_temperature_does_not_widen_top_k():
+    logits = np.linspace(0, 0.7, 8, dtype=np.float32)[None]
+    drawn = {int(jit_sample(logits, sampling_input(1, temperature=3e38, top_k=2, seed=seed))[0]) for seed in range(40)}
+    assert drawn == {6, 7}
+
+
+def test_top_p_0_is_greedy_among_tied_tokens():
+    logits = np.array([[0, 1, 2, 5, 1, 0, 5, 2]], np.float32)
+    drawn = {int(jit_sample(logits, sampling_input(1, temperature=1.0, top_p=0.0, seed=seed))[0]) for seed in range(40)}
+    assert drawn == {3}
