@@ -78,7 +78,8 @@ class Attention(nn.Module):
 
         scale = config.head_dim**-0.5
         if kv is None or meta is None:
-            out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True)
+            with jax.numpy_dtype_promotion("standard"):  # inside, JAX mixes bfloat16 and float32
+                out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True)
         else:
             kv = write_kv(kv[0], k, meta.slot_mapping), write_kv(kv[1], v, meta.slot_mapping)
             out = paged_attention(q, *kv, meta, scale=scale)

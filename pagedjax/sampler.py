@@ -60,7 +60,7 @@ def _sample_random(logits: Float32[Array, "S V"], sampling: SamplingInput) -> In
     )
     streams = (sampling.seed, sampling.sample_index, sampling.num_outputs)
     keys = jax.vmap(sample_key)(*map(jnp.asarray, streams))
-    return _draw(weights, jax.vmap(jax.random.uniform)(keys))
+    return _draw(weights, jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys))
 
 
 def sample_key(

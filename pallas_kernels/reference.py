@@ -15,7 +15,10 @@ def paged_attention(
     *,
     scale: float,
 ) -> Float[Array, "T H D"]:
-    """See `pagedjax.pallas_kernels.attention.paged_attention`. Memory grows as T x B x block_size: for tests only."""
+    """See `pagedjax.pallas_kernels.attention.paged_attention`. In f32 throughout, the result too.
+
+    Memory grows as T x B x block_size: for tests only.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]
     token = jnp.arange(num_tokens)
