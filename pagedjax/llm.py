@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from pagedjax.config import EngineConfig
+from pagedjax.config import EngineConfig, check_positive_int
 from pagedjax.engine import LLMEngine, Prompt
 from pagedjax.kv_cache import bytes_per_block
 from pagedjax.model_runner import ModelRunner
@@ -102,42 +102,26 @@ class LLM:
         if isinstance(model, LlamaForCausalLM):
             if params is None:
                 raise ValueError("params: a model that is passed as a module needs its params as well")
-            dtype = str(params["norm"]["scale"].dtype)
-            eos_token_ids = model.config.eos_token_ids
+        elif params is not None or tokenizer is not None:
+            raise ValueError("params and tokenizer go with a module: a model by name or path brings its own")
         else:
-            if params is not None or tokenizer is not None:
-                raise ValueError("params and tokenizer go with a module: a model by name or path brings its own")
-            checkpoint = _load(model, dtype, progress)
-            model, params, tokenizer = LlamaForCausalLM(checkpoint.config), checkpoint.params, checkpoint.tokenizer
-            dtype = str(params["norm"]["scale"].dtype)
-            eos_token_ids = checkpoint.config.eos_token_ids
+            config, params, tokenizer = _load(model, dtype, progress)
+            model = LlamaForCausalLM(config)
         self.tokenizer = tokenizer
-        is_cpu = jax.default_backend() == "cpu"
-        if block_size is None:
-            block_size = CPU_BLOCK_SIZE if is_cpu else BLOCK_SIZE
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = CPU_TOKEN_BUDGET if is_cpu else TOKEN_BUDGET
-        if max_model_len is None:
-            max_model_len = model.config.max_position_embeddings
-        elif max_model_len > model.config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len must be at most the model's {model.config.max_position_embeddings}, got {max_model_len}"
-            )
-        if num_blocks is None:
-            num_blocks = _default_num_blocks(model.config, dtype, block_size, gpu_memory_utilization)
-            num_blocks = min(num_blocks, max_num_seqs * -(-max_model_len // block_size))
-        config = EngineConfig(
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
+        engine_config = _engine_config(
+            model.config,
+            dtype=str(params["norm"]["scale"].dtype),
             block_size=block_size,
+            num_blocks=num_blocks,
+            gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
-            min_decode_bucket=2 if is_cpu and dtype != "float32" else 1,
+            max_model_len=max_model_len,
             check_integrity=check_integrity,
         )
-        runner = ModelRunner(model, params, config, kv_dtype=dtype)
-        self.engine = LLMEngine(runner, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=seed)
+        runner = ModelRunner(model, params, engine_config, kv_dtype=params["norm"]["scale"].dtype)
+        eos_token_ids = model.config.eos_token_ids
+        self.engine = LLMEngine(runner, engine_config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=seed)
         if warm_up:
             runner.warm_up(progress=progress)
 
@@ -214,7 +198,46 @@ def _use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _default_num_blocks(config: ModelConfig, dtype: str, block_size: int, gpu_memory_utilization: float) -> int:
+def _engine_config(
+    model: ModelConfig,
+    *,
+    dtype: str,
+    block_size: int | None,
+    num_blocks: int | None,
+    gpu_memory_utilization: float,
+    max_num_seqs: int,
+    max_num_batched_tokens: int | None,
+    max_model_len: int | None,
+    check_integrity: bool,
+) -> EngineConfig:
+    """The options of `LLM` with every None decided."""
+    is_cpu = jax.default_backend() == "cpu"
+    if max_model_len is None:
+        max_model_len = model.max_position_embeddings
+    block_size = block_size if block_size is not None else CPU_BLOCK_SIZE if is_cpu else BLOCK_SIZE
+    sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    for name, value in sizes.items():
+        check_positive_int(name, value)
+    if max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len must be at most the model's {model.max_position_embeddings}, got {max_model_len}"
+        )
+    if num_blocks is None:
+        most_used = max_num_seqs * -(-max_model_len // block_size)
+        num_blocks = min(most_used, _num_blocks_that_fit(model, dtype, block_size, gpu_memory_utilization))
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = CPU_TOKEN_BUDGET if is_cpu else TOKEN_BUDGET
+    return EngineConfig(
+        num_blocks=num_blocks,
+        **sizes,
+        max_num_batched_tokens=max_num_batched_tokens,
+        # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
+        min_decode_bucket=2 if is_cpu and dtype != "float32" else 1,
+        check_integrity=check_integrity,
+    )
+
+
+def _num_blocks_that_fit(config: ModelConfig, dtype: str, block_size: int, gpu_memory_utilization: float) -> int:
     block = bytes_per_block(
         num_layers=config.num_layers,
         block_size=block_size,
