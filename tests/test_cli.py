@@ -149,7 +149,7 @@ def test_json_lines():
 
 
 def test_options_reach_the_engine_and_the_sampling_params():
-    sampling = ["--max-tokens", "9", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "4", "--seed", "-3"]
+    sampling = ["--max-tokens", "9", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "4", "--seed", "3"]
     engine = ["--dtype", "float32", "--block-size", "8", "--num-blocks", "64", "--max-num-seqs", "2"]
     engine += ["--max-num-batched-tokens", "32", "--max-model-len", "128"]
     result = run("generate", "m", "x", *sampling, "--stop", "END", "--stop", "\n", *engine, "--no-progress")
@@ -160,7 +160,7 @@ def test_options_reach_the_engine_and_the_sampling_params():
     assert llm.options == {"progress": False, "dtype": "float32", **sizes}
     ((_, _, params, use_tqdm),) = llm.calls
     assert use_tqdm is False
-    assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (9, 0.5, 0.9, 4, -3)
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (9, 0.5, 0.9, 4, 3)
     assert params.stop_strings == ("END", "\n")
 
 
@@ -302,11 +302,12 @@ def test_chat_from_a_pipe_ends_at_a_refused_message():
 
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(fake_llm):
+    handler = signal.getsignal(signal.SIGINT)  # a shell's background job has another one than a foreground job
     fake_llm.setattr(FakeLLM, "interrupt_after", 6)
     result = run_on_terminal(fake_llm, ["one", "two"])
     assert (result.exit_code, result.stdout) == (0, "echo o\necho o\n\n")
     assert len(FakeLLM.made[0].engine.aborted) == 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_ctrl_c_at_the_prompt_drops_the_line(fake_llm):
