@@ -201,12 +201,17 @@ def _refuse_unsupported(model_type: str, values: Mapping[str, Any]) -> None:
     window = values.get("sliding_window")
     if model_type.startswith("qwen"):
         layer_types = values.get("layer_types")
+        for name in ("num_hidden_layers", "max_window_layers"):
+            _require(isinstance(values[name], int), name, values[name], "an int")
         windowed = values["num_hidden_layers"] > values["max_window_layers"]
         if layer_types is not None:
+            _require(isinstance(layer_types, list | tuple), "layer_types", layer_types, "a list or null")
             windowed = "sliding_attention" in layer_types
         window = window if values["use_sliding_window"] and windowed else None
     # A window as long as the longest context never cuts anything.
-    inactive = window is None or window >= values["max_position_embeddings"]
+    longest = values["max_position_embeddings"]
+    _require(_is_count(longest), "max_position_embeddings", longest, "an int >= 1")
+    inactive = window is None or (_is_count(window) and window >= longest)
     _require(inactive, "sliding_window", window, "null: sliding-window attention is not implemented for this model")
 
 

@@ -75,7 +75,10 @@ def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], pre: str) -> T
         raise ValueError("tokenizer.ggml.merges is missing in the GGUF file: a gpt2 tokenizer cannot be built without")
     vocab = {token: index for index, token in enumerate(tokens)}
     # Llama 3 takes a word that is a token as it stands, also where the merges alone would not lead there.
-    model = BPE(vocab=vocab, merges=_split_merges(merges), ignore_merges=pre in _LLAMA3)
+    try:
+        model = BPE(vocab=vocab, merges=_split_merges(merges), ignore_merges=pre in _LLAMA3)
+    except Exception as error:
+        raise ValueError(f"the tokenizer in the GGUF file is broken: {error}") from error
     tokenizer = Tokenizer(model)
     if pre in _GPT2:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

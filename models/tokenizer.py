@@ -26,7 +26,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"{path} has no tokenizer: expected one of {', '.join(_TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ImportError) as error:
+    except Exception as error:  # a damaged file makes transformers and tokenizers raise anything, bare Exception too
         raise ValueError(f"the tokenizer in {path} could not be loaded: {error}") from error
 
 

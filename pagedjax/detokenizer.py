@@ -55,8 +55,8 @@ class Detokenizer:
         """Adds tokens; returns the stop string that ended the text, or None."""
         assert not self._finished, "the text has ended"
         for token_id in token_ids:
-            self.num_tokens += 1
             new = self._decoder.push(token_id)
+            self.num_tokens += 1
             if not self._stop_strings:
                 if new:
                     self._shown.append(new)

@@ -42,6 +42,7 @@ class LLMEngine:
         self._arrivals = count()
         self._request_numbers = count()
         self._seeds = random.Random(seed)
+        self._deferred: dict[str, RequestOutput] = {}
         self._num_steps = self._num_finished = self._num_prompt_tokens = self._num_output_tokens = 0
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
@@ -51,6 +52,10 @@ class LLMEngine:
         `max_model_len` or the pool, and for an id that an unfinished request has.
         """
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
+        if not isinstance(request_id, str | None):
+            raise ValueError(f"request_id must be a str, got {request_id!r:.80}")
         text, token_ids = self.tokenize(prompt)
         self._check_params(params)
         if request_id is None:
@@ -58,9 +63,14 @@ class LLMEngine:
         elif taken := self._name_in_use(request_id, params.n):
             raise ValueError(f"request_id {taken!r} is in use by an unfinished request")
         requests = self._new_requests(request_id, token_ids, params)
-        for request in requests:
-            self.scheduler.add(request)  # if the first one fits, so do the others: nothing is queued by half
-        self.outputs.add(request_id, text, requests)
+        try:
+            for request in requests:
+                self.scheduler.add(request)  # if the first one fits, so do the others
+            self.outputs.add(request_id, text, requests)  # may raise: it asks the tokenizer
+        except BaseException:
+            for request in requests:
+                self.scheduler.abort(request.request_id)
+            raise
         self._num_prompt_tokens += len(token_ids)
         return request_id
 
@@ -71,8 +81,12 @@ class LLMEngine:
         return output
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.has_unfinished
+        """Whether `step` has anything to compute or to return."""
+        return self.scheduler.has_unfinished or bool(self._deferred)
+
+    def defer(self, output: RequestOutput) -> None:
+        """Gives a finished request's output back, for the next `step` to return: it is for another caller."""
+        self._deferred[output.request_id] = output
 
     def step(self) -> list[RequestOutput]:
         """Computes one step; returns the requests that got a token, with all of their output so far.
@@ -81,15 +95,14 @@ class LLMEngine:
         """
         scheduled = self.scheduler.schedule()
         if not scheduled:
-            return []
-        sampled = self._run(scheduled)
-        updated = self.scheduler.update(scheduled, sampled[: len(scheduled.sampling)])
+            return self._pop_deferred()
+        updated = self._run(scheduled)
         outputs = self.outputs.process(updated, self.scheduler)
 
         self._num_steps += 1
         self._num_output_tokens += len(updated)
         self._num_finished += sum(output.finished for output in outputs)
-        return outputs
+        return self._pop_deferred() + outputs
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of the pool and the queues now."""
@@ -113,17 +126,29 @@ class LLMEngine:
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys not in ({"prompt"}, {"prompt_token_ids"}):
-                raise ValueError(f'prompt must have the key "prompt" or "prompt_token_ids" alone, got {sorted(keys)}')
+                raise ValueError(
+                    f'prompt must have the key "prompt" or "prompt_token_ids" alone, got {sorted(map(str, keys))}'
+                )
             (prompt,) = prompt.values()
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt is text, but this model has no tokenizer: pass token ids")
-            return prompt, _checked_token_ids(self.tokenizer(prompt)["input_ids"], self._vocab_size)
+            try:
+                token_ids = self.tokenizer(prompt)["input_ids"]
+            except TypeError as error:  # what tokenizers raises for a lone surrogate
+                raise ValueError(f"prompt cannot be tokenized: {error}") from error
+            return prompt, _checked_token_ids(token_ids, self._vocab_size)
         return None, _checked_token_ids(prompt, self._vocab_size)
 
-    def _run(self, scheduled: SchedulerOutput) -> np.ndarray:
+    def _pop_deferred(self) -> list[RequestOutput]:
+        outputs = list(self._deferred.values())
+        self._deferred.clear()
+        return outputs
+
+    def _run(self, scheduled: SchedulerOutput) -> list[Request]:
         try:
-            return self.runner.run(build_batch(scheduled, self.config))
+            sampled = self.runner.run(build_batch(scheduled, self.config))
+            return self.scheduler.update(scheduled, sampled[: len(scheduled.sampling)])
         except BaseException:
             # The step's KV, and with a donated pool all KV, is gone; the tokens are not, they are on the host.
             self.scheduler.preempt_all()
@@ -140,12 +165,13 @@ class LLMEngine:
     def _name_in_use(self, request_id: str, n: int) -> str | None:
         """The first of a request's id and of those of its n completions that an unfinished request has."""
         names = [request_id, *(_child_id(request_id, i, n) for i in range(n))]
-        return next((name for name in names if name in self.outputs.groups or name in self.scheduler), None)
+        holders = (self.outputs.groups, self.scheduler, self._deferred)
+        return next((name for name in names if any(name in holder for holder in holders)), None)
 
     def _new_requests(self, request_id: str, token_ids: list[int], params: SamplingParams) -> list[Request]:
         limit = self.config.max_seq_len
         if params.max_tokens is not None:
-            limit = min(limit, len(token_ids) + params.max_tokens)
+            limit = min(limit, len(token_ids) + int(params.max_tokens))
         seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
         return [
             Request(

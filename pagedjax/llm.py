@@ -1,7 +1,7 @@
 """Offline use: a model by name or path, prompts in, completions out in the order of the prompts."""
 
-from collections.abc import Mapping, Sequence
-from numbers import Integral
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def load(name_or_path: str | Path, dtype: str = "auto", progress: bool = False) 
 
 def generate(
     model: str | Path,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     use_tqdm: bool = True,
@@ -98,10 +98,16 @@ class LLM:
           warm_up: compile all programs now. Without it each compiles when it is first needed.
           progress: show bars for loading and compiling on stderr.
         """
+        optional = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": max_model_len}
+        optional |= {"max_num_batched_tokens": max_num_batched_tokens}
+        sizes = {name: value for name, value in optional.items() if value is not None}
+        _check_options(sizes | {"max_num_seqs": max_num_seqs}, seed, gpu_memory_utilization)
         _use_compilation_cache()
         if isinstance(model, LlamaForCausalLM):
             if params is None:
                 raise ValueError("params: a model that is passed as a module needs its params as well")
+            if not isinstance(params, Mapping) or "norm" not in params:
+                raise ValueError('params: expected the pytree of `load`, or what `model.init` gives under "params"')
         elif params is not None or tokenizer is not None:
             raise ValueError("params and tokenizer go with a module: a model by name or path brings its own")
         else:
@@ -127,7 +133,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -175,12 +181,19 @@ class LLM:
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         mine = set(ids)
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
-            while len(finished) < len(ids):
-                for output in self.engine.step():
-                    if output.finished and output.request_id in mine:
-                        finished[output.request_id] = output
-                        bar.update()
+        others: list[RequestOutput] = []  # of requests that were added step by step: their owner's next step has them
+        try:
+            with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
+                while len(finished) < len(ids):
+                    for output in self.engine.step():
+                        if output.request_id not in mine:
+                            others += [output] if output.finished else []
+                        elif output.finished:
+                            finished[output.request_id] = output
+                            bar.update()
+        finally:
+            for output in others:
+                self.engine.defer(output)
         return [finished[request_id] for request_id in ids]
 
 
@@ -196,6 +209,17 @@ def _use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _check_options(sizes: Mapping[str, Any], seed: Any, gpu_memory_utilization: Any) -> None:
+    """Raises ValueError for a bad option, before the checkpoint is loaded."""
+    for name, value in sizes.items():
+        check_positive_int(name, value)
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise ValueError(f"seed must be an int, got {seed!r}")
+    share: Any = gpu_memory_utilization if isinstance(gpu_memory_utilization, Real) else 0
+    if not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization!r}")
 
 
 def _engine_config(
@@ -215,9 +239,6 @@ def _engine_config(
     if max_model_len is None:
         max_model_len = model.max_position_embeddings
     block_size = block_size if block_size is not None else CPU_BLOCK_SIZE if is_cpu else BLOCK_SIZE
-    sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
-    for name, value in sizes.items():
-        check_positive_int(name, value)
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len must be at most the model's {model.max_position_embeddings}, got {max_model_len}"
@@ -229,7 +250,9 @@ def _engine_config(
         max_num_batched_tokens = CPU_TOKEN_BUDGET if is_cpu else TOKEN_BUDGET
     return EngineConfig(
         num_blocks=num_blocks,
-        **sizes,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
         min_decode_bucket=2 if is_cpu and dtype != "float32" else 1,
@@ -248,8 +271,6 @@ def _num_blocks_that_fit(config: ModelConfig, dtype: str, block_size: int, gpu_m
     stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if stats is None:
         return max(1, CPU_POOL_BYTES // block)
-    if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization!r}")
     budget = int(stats["bytes_limit"] * gpu_memory_utilization) - stats["bytes_in_use"]
     if budget < block:
         raise ValueError(
@@ -263,6 +284,10 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or several as a list: a flat run of ints is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable) or (isinstance(prompts, np.ndarray) and not prompts.ndim):
+        raise ValueError(f"prompts must be a prompt or a list of them, got {type(prompts).__name__}")
+    if not isinstance(prompts, (Sequence, np.ndarray)):
+        prompts = list(prompts)  # an iterator can be looked through only once
     is_ids = prompts.ndim == 1 if isinstance(prompts, np.ndarray) else all(isinstance(x, Integral) for x in prompts)
     return [prompts] if is_ids and len(prompts) else list(prompts)
 
@@ -272,6 +297,8 @@ def _params_per_prompt(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Sequence):
+        raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}")
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params must be one for all or one per prompt: {len(params)} for {num_prompts}")
     return list(params)

@@ -1,5 +1,6 @@
 """From sampled tokens to what the user sees: text, stop strings, and the n completions of a request put together."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ from pagedjax.detokenizer import Detokenizer
 from pagedjax.outputs import CompletionOutput, RequestOutput
 from pagedjax.request import FinishReason, Request
 from pagedjax.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -42,7 +45,7 @@ class _Group:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.completions[0].request.prompt_token_ids,
+            prompt_token_ids=list(self.completions[0].request.prompt_token_ids),  # the caller may change it
             outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
         )
@@ -58,7 +61,8 @@ class OutputProcessor:
 
     def add(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
         """Registers the completions of one prompt."""
-        group = _Group(request_id, prompt, [_Completion(request, self._detokenizer(request)) for request in requests])
+        completions = [_Completion(request, self._detokenizer(request)) for request in requests]
+        group = _Group(request_id, prompt, completions)
         self.groups[request_id] = group
         self._group_of.update((request, group) for request in requests)
 
@@ -74,11 +78,17 @@ class OutputProcessor:
             detokenizer = group.completions[request.sample_index].detokenizer
             if detokenizer is None:
                 continue
-            stop = detokenizer.append(request.token_ids[-1:])
-            if stop is not None:
-                scheduler.finish(request, FinishReason.STOP, stop_reason=stop)
-            if request.is_finished:
-                detokenizer.finish()
+            # Usually one token; more if an exception kept an earlier one from its text.
+            try:
+                stop = detokenizer.append(request.token_ids[len(request.prompt_token_ids) + detokenizer.num_tokens :])
+                if stop is not None:
+                    scheduler.finish(request, FinishReason.STOP, stop_reason=stop)
+                if request.is_finished:
+                    detokenizer.finish()
+            except Exception:
+                # A tokenizer that fails on one request's tokens must not take the text or the end of the others.
+                logger.exception("request %r ends with an error: no text for its tokens", request.request_id)
+                scheduler.finish(request, FinishReason.ERROR)
         return [self._output(group) for group in touched]
 
     def abort(self, request_id: str, scheduler: Scheduler) -> RequestOutput | None:

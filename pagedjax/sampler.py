@@ -60,7 +60,14 @@ def _sample_random(logits: Float32[Array, "S V"], sampling: SamplingInput) -> In
     )
     streams = (sampling.seed, sampling.sample_index, sampling.num_outputs)
     keys = jax.vmap(sample_key)(*map(jnp.asarray, streams))
-    return _draw(weights, jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys))
+    return _draw(weights, jax.vmap(_uniform)(keys))
+
+
+def _uniform(key: PRNGKeyArray) -> Float32[Array, ""]:
+    """A number in [0, 1): `jax.random.uniform` with JAX's default settings, and the same one with any others. That one
+    follows jax_enable_x64 and jax_threefry_partitionable, and with them a seed's tokens would change."""
+    high, low = jax.random.key_data(jax.random.fold_in(key, 0))
+    return lax.bitcast_convert_type((high ^ low) >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
 
 
 def sample_key(
@@ -99,7 +106,7 @@ def _largest_threshold(holds: Callable[[UInt32[Array, "S"]], Bool[Array, "S"]], 
     """The largest t per row with holds(t), for a predicate that is true up to some t; 0 where it is never true."""
 
     def try_bit(index: Int32[Array, ""], threshold: UInt32[Array, "S"]) -> UInt32[Array, "S"]:
-        candidate = threshold | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
+        candidate = threshold | (jnp.uint32(1) << jnp.asarray(31 - index, jnp.uint32))
         return jnp.where(holds(candidate), candidate, threshold)
 
     return lax.fori_loop(0, 32, try_bit, jnp.zeros(num_rows, jnp.uint32))

@@ -1,6 +1,5 @@
 """How one request samples and when it stops: vLLM's field names, validated field by field. Host only."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -18,7 +17,8 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 def _check_float(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number in [{low}, {high}], got {value!r}")
-    if not math.isfinite(value) or not low <= float(value) <= high:
+    number: Any = value
+    if not low <= number <= high:  # false for NaN
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {value!r}")
 
 
@@ -71,7 +71,7 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         if not isinstance(self.stop, Sequence) or not all(isinstance(s, str) and s for s in self.stop_strings):
             raise ValueError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
-        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence):
+        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Sequence):
             raise ValueError(f"stop_token_ids must be a list of ints, got {self.stop_token_ids!r}")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1)

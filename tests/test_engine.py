@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -696,3 +697,115 @@ def test_stats():
 def test_dense_logits_do_not_see_their_padding():
     prompt = prompt_of(20)
     assert np.array_equal(dense_logits(prompt)[:9], dense_logits(prompt[:9]))
+
+
+# Callers that share, change or lose things.
+
+
+def test_outputs_belong_to_the_caller():
+    params = SamplingParams(temperature=20.0, seed=1, max_tokens=6, n=2)
+    expected = [reference(prompt_of(5), params, i) for i in range(2)]
+    engine = tiny_engine()
+    engine.add_request(prompt_of(5), params)
+    while engine.has_unfinished():
+        for output in engine.step():
+            seen = [list(completion.token_ids) for completion in output.outputs]
+            assert output.prompt_token_ids == prompt_of(5)
+            output.prompt_token_ids.clear()
+            output.outputs[0].token_ids.clear()
+    assert seen == expected
+
+
+def test_generate_does_not_lose_what_others_wait_for():
+    llm = tiny_llm()
+    llm.engine.add_request(prompt_of(6), greedy(3), "mine")
+    llm.generate([[1, 2]], greedy(12), use_tqdm=False)
+    assert llm.engine.has_unfinished()
+    with pytest.raises(ValueError, match="'mine' is in use"):
+        llm.engine.add_request([1], greedy(1), "mine")
+    llm.generate([[1, 2]], greedy(2), use_tqdm=False)
+    assert ids_of(run_all(llm.engine)["mine"]) == [naive_greedy(prompt_of(6), 3)]
+
+
+def test_an_iterator_of_prompts_loses_none():
+    llm = tiny_llm()
+    prompts = ["ab", "cd", "ef"]
+    several: Any = iter(prompts)
+    outputs = llm.generate(several, greedy(2), use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+
+
+class UnhashableTokenizer:
+    """`Detokenizer` refuses it, after the prompt was accepted."""
+
+    __hash__: Any = None
+
+
+def test_a_request_whose_text_cannot_be_made_is_not_queued_by_half():
+    engine = tiny_engine(tokenizer=UnhashableTokenizer())
+    with pytest.raises(TypeError):
+        engine.add_request([1, 2], greedy(3, n=2))
+    assert_clean(engine)
+
+
+def test_a_detokenizer_that_fails_ends_one_request(monkeypatch):
+    engine = tiny_engine(tokenizer=ascii_tokenizer())
+    for i in range(3):
+        engine.add_request(prompt_of(5, i), greedy(3), str(i))
+    engine.step()
+    detokenizer = engine.outputs.groups["1"].completions[0].detokenizer
+
+    def fails(token_ids):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(detokenizer, "append", fails)
+    finished = run_all(engine)
+    assert [finished[str(i)].outputs[0].finish_reason for i in range(3)] == ["length", "error", "length"]
+    for i in (0, 2):
+        ids = naive_greedy(prompt_of(5, i), 3)
+        assert ids_of(finished[str(i)]) == [ids]
+        assert finished[str(i)].outputs[0].text == text_of(ids)
+
+
+def test_an_interrupt_while_tokens_are_handed_out(monkeypatch):
+    engine = tiny_engine(tokenizer=ascii_tokenizer())
+    for i in range(3):
+        engine.add_request(prompt_of(5, i), greedy(6), str(i))
+    engine.step()
+    update = engine.scheduler.update
+
+    def interrupted(scheduled, sampled):
+        def tokens():
+            yield sampled[0]
+            raise KeyboardInterrupt
+
+        return update(scheduled, tokens())
+
+    monkeypatch.setattr(engine.scheduler, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    finished = run_all(engine)
+    for i in range(3):
+        ids = naive_greedy(prompt_of(5, i), 6)
+        assert ids_of(finished[str(i)]) == [ids]
+        assert finished[str(i)].outputs[0].text == text_of(ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", "16"),
+        ("max_num_seqs", 0),
+        ("max_model_len", "16"),
+        ("max_model_len", 0),
+        ("gpu_memory_utilization", 2),
+        ("gpu_memory_utilization", "x"),
+        ("seed", None),
+        ("seed", 1.5),
+    ],
+)
+def test_a_wrong_option_is_named(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        unchecked_llm(**{"num_blocks": None, name: value})

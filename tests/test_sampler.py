@@ -433,3 +433,17 @@ def test_top_p_0_is_greedy_among_tied_tokens():
     logits = np.array([[0, 1, 2, 5, 1, 0, 5, 2]], np.float32)
     drawn = {int(jit_sample(logits, sampling_input(1, temperature=1.0, top_p=0.0, seed=seed))[0]) for seed in range(40)}
     assert drawn == {3}
+
+
+def test_how_jax_makes_random_bits_does_not_change_a_seeds_tokens():
+    logits = np.random.default_rng(0).normal(0, 2, (3, 300)).astype(np.float32)
+    sampling = sampling_input(3, temperature=1.0, top_k=50, seed=[1, 2**40, 2**64 - 1])
+    expected = np.asarray(jax.jit(sample)(logits, sampling)).tolist()
+    with jax.threefry_partitionable(False):
+        assert np.asarray(jax.jit(sample)(logits, sampling)).tolist() == expected
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_ints_that_no_float_holds_are_refused_as_others(value):
+    with pytest.raises(ValueError, match="temperature must be"):
+        UncheckedParams(temperature=value)
