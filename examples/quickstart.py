@@ -3,6 +3,6 @@
 import pagedjax
 
 llm = pagedjax.LLM("smollm2-135m-instruct")
-params = pagedjax.SamplingParams(temperature=0, max_tokens=32)
-for output in llm.generate(["The capital of France is", "Water boils at"], params):
+sampling = pagedjax.SamplingParams(temperature=0, max_tokens=32)
+for output in llm.generate(["The capital of France is", "Water boils at"], sampling):
     print(output.prompt, "->", output.outputs[0].text)

@@ -83,6 +83,7 @@ class ModelRunner:
     def restore_kv_cache(self) -> None:
         """After a failed step: makes a new pool if the old one, donated, went with it."""
         if any(x.is_deleted() for x in jax.tree.leaves(self.kv_cache)):
+            del self.kv_cache  # what is left of it, before the new one: two pools may not fit
             self.kv_cache = self._new_kv_cache()
 
     @property

@@ -99,8 +99,11 @@ class OutputProcessor:
         for completion in group.completions:
             if not completion.request.is_finished:
                 scheduler.finish(completion.request, FinishReason.ABORT)
-                if completion.detokenizer is not None:
-                    completion.detokenizer.finish()
+                try:
+                    if completion.detokenizer is not None:
+                        completion.detokenizer.finish()
+                except Exception:  # as in `process`: it must not keep the other completions, nor the id
+                    logger.exception("request %r is aborted without the end of its text", group.request_id)
         return self._output(group)
 
     def _output(self, group: _Group) -> RequestOutput:

@@ -809,3 +809,17 @@ def test_an_interrupt_while_tokens_are_handed_out(monkeypatch):
 def test_a_wrong_option_is_named(name, value):
     with pytest.raises(ValueError, match=f"^{name} must"):
         unchecked_llm(**{"num_blocks": None, name: value})
+
+
+def test_an_abort_whose_text_fails_leaves_nothing_behind(monkeypatch):
+    engine = tiny_engine(tokenizer=ascii_tokenizer())
+    engine.add_request(prompt_of(5), greedy(9, n=2), "a")
+    engine.step()
+
+    def fails():
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engine.outputs.groups["a"].completions[0].detokenizer, "finish", fails)
+    output = engine.abort("a")
+    assert [completion.finish_reason for completion in output.outputs] == ["abort", "abort"]
+    assert_clean(engine)
