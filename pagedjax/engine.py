@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
+import jax
 import numpy as np
 
 from pagedjax.batch import build_batch
@@ -16,7 +17,7 @@ from pagedjax.request import Request
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scheduler import Scheduler, SchedulerOutput
 
-Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+Prompt = str | Sequence[int] | np.ndarray | jax.Array | Mapping[str, Any]
 """Text, token ids, or a mapping with one of the keys "prompt" and "prompt_token_ids"."""
 
 
@@ -195,6 +196,8 @@ def _child_id(request_id: str, index: int, n: int) -> str:
 
 def _checked_token_ids(prompt: Any, vocab_size: int) -> list[int]:
     """Token ids as a list of ints; ValueError for anything else. On the device a bad id would read another row."""
+    if hasattr(prompt, "__array__"):
+        prompt = np.asarray(prompt)  # a jax array, on the host
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, np.ndarray)):
         raise ValueError(f"prompt must be text, token ids or a mapping, got {type(prompt).__name__}")
     is_flat = not isinstance(prompt, np.ndarray) or prompt.ndim == 1

@@ -284,6 +284,8 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or several as a list: a flat run of ints is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if hasattr(prompts, "__array__"):
+        prompts = np.asarray(prompts)  # a jax array, on the host
     if not isinstance(prompts, Iterable) or (isinstance(prompts, np.ndarray) and not prompts.ndim):
         raise ValueError(f"prompts must be a prompt or a list of them, got {type(prompts).__name__}")
     if not isinstance(prompts, (Sequence, np.ndarray)):

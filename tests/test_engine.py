@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_engine import (
@@ -375,6 +376,7 @@ def test_b22_fresh_ids_avoid_those_in_use():
         (72, 101, 108, 108, 111, 33),
         np.array([72, 101, 108, 108, 111, 33]),
         np.array([72, 101, 108, 108, 111, 33], np.uint8),
+        jnp.array([72, 101, 108, 108, 111, 33]),
         [np.int64(72), 101, 108, np.int32(108), 111, 33],
         {"prompt": "Hello!"},
         {"prompt_token_ids": [72, 101, 108, 108, 111, 33]},
