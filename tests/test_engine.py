@@ -823,5 +823,6 @@ def test_an_abort_whose_text_fails_leaves_nothing_behind(monkeypatch):
 
     monkeypatch.setattr(engine.outputs.groups["a"].completions[0].detokenizer, "finish", fails)
     output = engine.abort("a")
+    assert output is not None
     assert [completion.finish_reason for completion in output.outputs] == ["abort", "abort"]
     assert_clean(engine)

@@ -300,7 +300,7 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
         top_k=int(rng.choice([0, 0, 1, 7, 500])),
         top_p=float(rng.choice([0.0, 0.5, 1.0, 1.0])),
         seed=int(rng.integers(0, 2**63)) if rng.random() < 0.5 else None,
-        max_tokens=int(rng.integers(1, 9)),
+        max_tokens=int(rng.integers(1, 24)),
         stop_token_ids=rng.integers(0, VOCAB_SIZE, int(rng.integers(0, 3))).tolist(),
         ignore_eos=bool(rng.random() < 0.5),
     )
