@@ -2,23 +2,27 @@
 PYTHON ?= python3
 VENV ?= .venv
 ORACLE ?=
+GATE_VENV ?= .venv-gate
+GATE_JAX ?= 0.10.2
 BIN := $(VENV)/bin
+# Most of the tests' time is compilation, which uses one core.
+PARALLEL := -n auto --maxprocesses 4
 # -qq and PYTHONWARNINGS: errors only; setuptools warns about every editable install.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check install -qq
 # ORACLE=1 and ORACLE=0 decide; otherwise the oracle tests run on the oldest supported Python alone.
 WANTS_ORACLE = $(BIN)/python -c 'import sys; sys.exit("$(ORACLE)" != "1" and ("$(ORACLE)" == "0" or sys.version_info[:2] != (3, 11)))'
 
-.PHONY: demo test test-fast lint format bench clean
+.PHONY: demo test test-fast lint format bench gpu-check gpu-gate clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed ## eight prompts through the engine
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-oracle$(ORACLE) ## every test
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest $(PARALLEL) $(ARGS)
 
 test-fast: $(VENV)/.installed-dev ## the tests that take little time and need no torch
-	@$(BIN)/pytest -m "not slow and not oracle" $(ARGS)
+	@$(BIN)/pytest -m "not slow and not oracle" $(PARALLEL) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## what must hold before a commit
 	@$(BIN)/ruff format --check
@@ -32,8 +36,15 @@ format: $(VENV)/.installed-dev ## formats the code and fixes what can be fixed s
 bench: $(VENV)/.installed ## tokens per second on the standard workload
 	@$(BIN)/python benchmarks/offline_throughput.py $(ARGS)
 
+gpu-check: DIR = benchmarks/out/gpu-check
+gpu-check: ## on a machine with a GPU: its tests and benchmarks, with the machine's own packages; results in DIR
+	@$(PYTHON) benchmarks/gpu_check.py --dir "$(DIR)" $(ARGS)
+
+gpu-gate: $(GATE_VENV)/.installed-$(GATE_JAX) ## compiles every GPU program for A100, H100, H200, without a GPU; table in DIR
+	@JAX_PLATFORMS=cpu $(GATE_VENV)/bin/python -m benchmarks.gpu_gate --output "$(or $(DIR),benchmarks/results/gpu_gate)" $(ARGS)
+
 clean: ## everything that can be made again, but not downloaded models
-	rm -rf .venv .venv-newer .cache .hypothesis .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-newer .venv-gate .venv-gate-newer .cache .hypothesis .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -60,4 +71,12 @@ $(VENV)/.installed-oracle$(ORACLE): $(VENV)/.installed-dev
 	else \
 		echo "Leaving torch out: the oracle tests skip (ORACLE=1 brings it in)"; \
 	fi
+	@touch $@
+
+# Its own environment, as the CUDA plugin would slow every other program's start. No CUDA libraries: nothing runs.
+$(GATE_VENV)/.installed-$(GATE_JAX):
+	@$(MAKE) --no-print-directory VENV=$(GATE_VENV) $(GATE_VENV)/bin/python
+	@echo "Installing jax $(GATE_JAX) with its CUDA compiler into $(GATE_VENV) (minutes the first time)"
+	@$(PIP:$(BIN)/%=$(GATE_VENV)/bin/%) 'jax==$(GATE_JAX)' 'jax-cuda12-plugin==$(GATE_JAX)' nvidia-cuda-nvcc-cu12 \
+		'flax>=0.12.8' 'jaxtyping>=0.3.11' 'numpy>=2.4' tqdm
 	@touch $@

@@ -16,8 +16,8 @@ from pagedjax.kv_cache import KVCache
 from pagedjax.model_input import ModelInput
 from pagedjax.models.config import ModelConfig
 from pagedjax.pallas_kernels.attention import paged_attention
-from pagedjax.pallas_kernels.kv_write import write_kv
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
+from pagedjax.pallas_kernels.pool_ops import write_kv
 
 Params = dict[str, Any]
 LayerKV = tuple[Array, Array]
@@ -57,6 +57,8 @@ class Attention(nn.Module):
     """Grouped-query attention; with a layer's KV pool over paged blocks, without one densely and causally."""
 
     config: ModelConfig
+    implementation: str | None = None
+    """Of the attention over paged blocks: see `paged_attention`."""
 
     @nn.compact
     def __call__(
@@ -81,8 +83,8 @@ class Attention(nn.Module):
             with jax.numpy_dtype_promotion("standard"):  # inside, JAX mixes bfloat16 and float32
                 out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True)
         else:
-            kv = write_kv(kv[0], k, meta.slot_mapping), write_kv(kv[1], v, meta.slot_mapping)
-            out = paged_attention(q, *kv, meta, scale=scale)
+            kv = write_kv(*kv, k, v, meta.slot_mapping)
+            out = paged_attention(q, *kv, meta, scale=scale, implementation=self.implementation)
         out = out.reshape(*x.shape[:-1], config.num_heads * config.head_dim)
         return nn.Dense(config.hidden_size, use_bias=config.attention_out_bias, name="o_proj")(out), kv
 
@@ -106,13 +108,14 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP around the residual stream."""
 
     config: ModelConfig
+    implementation: str | None = None
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "*B T D"], rope: Rope, meta: AttentionMetadata | None = None, kv: LayerKV | None = None
     ) -> tuple[Float[Array, "*B T D"], LayerKV | None]:
         normed = RMSNorm(self.config.rms_norm_eps, name="input_layernorm")(x)
-        attended, kv = Attention(self.config, name="self_attn")(normed, rope, meta, kv)
+        attended, kv = Attention(self.config, self.implementation, name="self_attn")(normed, rope, meta, kv)
         x = x + attended
         normed = RMSNorm(self.config.rms_norm_eps, name="post_attention_layernorm")(x)
         return x + MLP(self.config, name="mlp")(normed), kv
@@ -125,19 +128,30 @@ def _embed(config: ModelConfig, params: Params, batch: ModelInput) -> tuple[Floa
     return embedding.at[batch.token_ids].get(mode="clip"), rope_tables(inv_freq, batch.positions)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnames="kv")
+@partial(jax.jit, static_argnums=(0, 1), donate_argnames="kv")
 def _paged_layer(
-    config: ModelConfig, params: Params, x: Float[Array, "T D"], rope: Rope, meta: AttentionMetadata, kv: LayerKV
+    config: ModelConfig,
+    implementation: str | None,
+    params: Params,
+    x: Float[Array, "T D"],
+    rope: Rope,
+    meta: AttentionMetadata,
+    kv: LayerKV,
 ) -> tuple[Float[Array, "T D"], LayerKV]:
-    result: Any = DecoderLayer(config, parent=None).apply({"params": params}, x, rope, meta, kv)
+    result: Any = DecoderLayer(config, implementation, parent=None).apply({"params": params}, x, rope, meta, kv)
     return result
 
 
 def paged_step(
-    config: ModelConfig, params: Params, batch: ModelInput, kv_cache: KVCache
+    config: ModelConfig,
+    params: Params,
+    batch: ModelInput,
+    kv_cache: KVCache,
+    *,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "T D"], KVCache]:
     """One step over paged blocks: the hidden states that `LlamaForCausalLM.logits` reads out, and the pool with the
-    step's KV written. DONATES the pool.
+    step's KV written. DONATES the pool. `implementation` is that of `paged_attention`.
 
     It may be called inside a jit, which makes one program of it, or as it is: then each part is a program of its own,
     and all layers share one, which compiles as many times faster as the model has layers.
@@ -145,7 +159,7 @@ def paged_step(
     x, rope = _embed(config, {"embed_tokens": params["embed_tokens"]}, batch)
     layers = []
     for i, kv in enumerate(zip(kv_cache.k, kv_cache.v, strict=True)):
-        x, kv = _paged_layer(config, params[f"layers_{i}"], x, rope, batch.attn, kv)
+        x, kv = _paged_layer(config, implementation, params[f"layers_{i}"], x, rope, batch.attn, kv)
         layers.append(kv)
     keys, values = zip(*layers, strict=True)
     return x, KVCache(keys, values)

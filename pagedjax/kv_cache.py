@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+MAX_INT32 = 2**31 - 1
+
 
 # No run-time check of the fields: JAX rebuilds pytrees with leaves that are no arrays (avals, shardings, None).
 @no_type_check
@@ -26,8 +28,18 @@ class KVCache:
 def init_kv_cache(
     *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
 ) -> KVCache:
-    """A zeroed pool of `num_blocks` usable blocks and the null block, block 0, in front of them."""
+    """A zeroed pool of `num_blocks` usable blocks and the null block, block 0, in front of them.
+
+    Raises ValueError for one whose slots, or heads of blocks, int32 cannot count. Elements may be any number: they are
+    addressed with 64 bits where it takes them.
+    """
     shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
+    for name, size in (("slots", block_size), ("KV heads", num_kv_heads)):
+        if shape[0] * size > MAX_INT32:
+            raise ValueError(
+                f"num_blocks={num_blocks}: {shape[0]} blocks, with the null block, x {size} {name} are more "
+                f"than the {MAX_INT32} that int32 indices reach; use larger blocks, or fewer"
+            )
     k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2))
     return KVCache(k, v)
 

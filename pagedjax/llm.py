@@ -78,6 +78,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         seed: int = 0,
+        attention_implementation: str | None = None,
         check_integrity: bool = False,
         warm_up: bool = True,
         progress: bool = False,
@@ -94,6 +95,7 @@ class LLM:
           max_num_seqs: most requests in a step. max_num_batched_tokens: most tokens in a step; None picks by platform.
           max_model_len: most tokens of a request; None takes the model's own limit.
           seed: where the seeds of requests without one are drawn from.
+          attention_implementation: "xla", "pallas_triton" or None, which picks what is best here.
           check_integrity: recount all blocks and check all tables before each step, for debugging.
           warm_up: compile all programs now. Without it each compiles when it is first needed.
           progress: show bars for loading and compiling on stderr.
@@ -125,7 +127,13 @@ class LLM:
             max_model_len=max_model_len,
             check_integrity=check_integrity,
         )
-        runner = ModelRunner(model, params, engine_config, kv_dtype=params["norm"]["scale"].dtype)
+        runner = ModelRunner(
+            model,
+            params,
+            engine_config,
+            kv_dtype=params["norm"]["scale"].dtype,
+            attention_implementation=attention_implementation,
+        )
         eos_token_ids = model.config.eos_token_ids
         self.engine = LLMEngine(runner, engine_config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=seed)
         if warm_up:

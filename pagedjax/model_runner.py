@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.model_input import ModelInput, SamplingInput, pack, unpack
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
+from pagedjax.pallas_kernels.attention import why_not
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
 from pagedjax.sampler import sample
 
@@ -36,6 +38,7 @@ class ModelRunner:
         *,
         kv_dtype: jax.typing.DTypeLike,
         whole_step: bool | None = None,
+        attention_implementation: str | None = None,
     ) -> None:
         self.model = model
         self.params = params
@@ -44,7 +47,9 @@ class ModelRunner:
         self.kv_cache = self._new_kv_cache()
         is_cpu = jax.default_backend() == "cpu"
         whole_step = not is_cpu if whole_step is None else whole_step
-        self._forward = jax.jit(paged_step, static_argnums=0, donate_argnums=3) if whole_step else paged_step
+        self._check_attention(attention_implementation)
+        step = partial(paged_step, implementation=attention_implementation)
+        self._forward: Any = jax.jit(step, static_argnums=0, donate_argnums=3) if whole_step else step
         self._shapes_run: set[tuple[int, int]] = set()
         self._head_rows = CPU_HEAD_ROWS if is_cpu else config.max_num_running
 
@@ -85,6 +90,13 @@ class ModelRunner:
         if any(x.is_deleted() for x in jax.tree.leaves(self.kv_cache)):
             del self.kv_cache  # what is left of it, before the new one: two pools may not fit
             self.kv_cache = self._new_kv_cache()
+
+    def _check_attention(self, implementation: str | None) -> None:
+        model = self.model.config
+        q = jax.ShapeDtypeStruct((1, model.num_heads, model.head_dim), self.kv_dtype)
+        reason = None if implementation is None else why_not(implementation, q, self.kv_cache.k[0])
+        if reason is not None:
+            raise ValueError(f"attention_implementation={implementation!r}: {reason}")
 
     @property
     def _head_params(self) -> Params:

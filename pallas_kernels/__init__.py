@@ -1,1 +1,1 @@
-"""Attention kernels over the paged KV pool: one typed op, one file per implementation."""
+"""Attention over the paged KV pool, one typed op with several implementations, and what moves KV within the pool."""

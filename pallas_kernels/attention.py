@@ -1,14 +1,30 @@
 """The paged attention op: one typed function, dispatched to an implementation by name."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
+from jax import lax
 from jaxtyping import Array, Float
 
-from pagedjax.pallas_kernels import xla
+from pagedjax.pallas_kernels import pallas_triton, xla
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
 
-IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"xla": xla.paged_attention}
-"""An implementation raises NotImplementedError, and says why, for what it cannot do."""
+
+class Implementation(NamedTuple):
+    """One way to compute the op. Adding one is a file with these functions, and a line in `IMPLEMENTATIONS`."""
+
+    attend: Callable[..., Float[Array, "T H D"]]
+    """Called as `attend(q, k_pool, v_pool, meta, scale=..., sliding_window=..., logits_soft_cap=...)`."""
+    why_not: Callable[..., str | None] = lambda q, k_pool: None
+    """Called as `why_not(q, k_pool)`: the reason that it cannot attend with such arrays, or None."""
+
+
+IMPLEMENTATIONS = {
+    "xla": Implementation(xla.paged_attention),
+    "pallas_triton": Implementation(pallas_triton.paged_attention, pallas_triton.why_not),
+}
+PREFERRED_ON_CUDA = ("pallas_triton", "xla")
 
 
 def paged_attention(
@@ -18,6 +34,8 @@ def paged_attention(
     meta: AttentionMetadata,
     *,
     scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T H D"]:
     """Causal attention of each request's new tokens over its context in the pool (arXiv 2309.06180, section 4.1).
@@ -26,19 +44,48 @@ def paged_attention(
 
     Args:
       q: queries of T tokens, H heads, rotary embedding applied. H is a multiple of the pool's K heads.
-      k_pool, v_pool: N blocks of bs slots, the slots of one head together. Slots that no context covers may hold
-        anything, NaN included.
+      k_pool, v_pool: N blocks of bs slots, the slots of one head together. Slots that nobody sees may hold anything,
+        NaN included.
       meta: who owns which token, and where each context lies.
       scale: multiplies the scores, usually head_dim**-0.5.
-      implementation: a name from `IMPLEMENTATIONS`; None picks one that works here.
+      sliding_window: a token sees that many tokens, itself included, and not all before it (arXiv 2310.06825). Blocks
+        wholly before the window are not read: a table may hold 0 there.
+      logits_soft_cap: scores become cap * tanh(scores / cap) (Gemma 2, arXiv 2408.00118).
+      implementation: a name from `IMPLEMENTATIONS`; None picks one that works where it is compiled for. On a CPU
+        "pallas_triton" runs in Pallas' interpreter, which is for tests.
 
     Returns:
       One row per token in q's dtype; zeros for padding tokens. Softmax and sums are in f32.
 
     Raises:
+      ValueError: an option out of its range.
       NotImplementedError: the named implementation does not exist or cannot do this.
     """
-    name = implementation or "xla"
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1 or None, got {sliding_window}")
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"logits_soft_cap must be above 0 or None, got {logits_soft_cap}")
+
+    def attend(name: str) -> Callable[..., Float[Array, "T H D"]]:
+        options = {"scale": scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+        return lambda *args: IMPLEMENTATIONS[name].attend(*args, **options)
+
+    args = (q, k_pool, v_pool, meta)
+    if implementation is not None:
+        if (reason := why_not(implementation, q, k_pool)) is not None:
+            raise NotImplementedError(f"paged attention {implementation!r}: {reason}")
+        return attend(implementation)(*args)
+    if jax.default_backend() == "cpu":
+        return attend("xla")(*args)
+    # The computation may yet be compiled for the CPU of a GPU machine: only the lowering knows.
+    on_cuda = next(name for name in PREFERRED_ON_CUDA if why_not(name, q, k_pool) is None)
+    return lax.platform_dependent(*args, cuda=attend(on_cuda), default=attend("xla"))
+
+
+def why_not(name: str, q: Any, k_pool: Any) -> str | None:
+    """Why the named implementation cannot attend with such arrays (only shape and dtype count); None if it can."""
     if name not in IMPLEMENTATIONS:
-        raise NotImplementedError(f"no paged attention named {name!r}: there is {', '.join(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[name](q, k_pool, v_pool, meta, scale=scale)
+        return f"there is none of this name, but {', '.join(IMPLEMENTATIONS)}"
+    return IMPLEMENTATIONS[name].why_not(q, k_pool)

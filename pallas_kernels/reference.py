@@ -14,6 +14,8 @@ def paged_attention(
     meta: AttentionMetadata,
     *,
     scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
 ) -> Float[Array, "T H D"]:
     """See `pagedjax.pallas_kernels.attention.paged_attention`. In f32 throughout, the result too.
 
@@ -32,13 +34,17 @@ def paged_attention(
         for pool in (k_pool, v_pool)
     )
     visible = (jnp.arange(k.shape[1])[None, :] <= position[:, None]) & (token < start[-1])[:, None]
-    # An unused slot may hold NaN, and 0 * NaN = NaN: its rows are cleared, not only its scores.
+    if sliding_window is not None:
+        visible &= jnp.arange(k.shape[1])[None, :] > position[:, None] - sliding_window
+    # A slot that a token does not see may hold NaN, and 0 * NaN = NaN: its rows are cleared, not only its scores.
     k = jnp.where(visible[:, :, None, None], k, 0)
     v = jnp.where(visible[:, :, None, None], v, 0)
 
     q = q.reshape(num_tokens, num_kv_heads, -1, head_dim).astype(jnp.float32)
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("tkgd,tckd->tkgc", q, k, precision=highest) * scale
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     visible = visible[:, None, None, :]
     peak = jnp.max(scores, axis=-1, keepdims=True, where=visible, initial=-1e30)
     weights = jnp.where(visible, jnp.exp(scores - peak), 0)

@@ -37,6 +37,14 @@ DECODE = Tiling(num_tiles=4, num_queries=1, num_keys=64)
 CHUNK = Tiling(num_tiles=1, num_queries=32, num_keys=64)
 
 
+class _Options(NamedTuple):
+    """What is done to the scores: see `pagedjax.pallas_kernels.attention.paged_attention`. Static."""
+
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+
+
 class _Tiles(NamedTuple):
     """Tiles of Q tokens, G of them; tokens beyond their request's end have index T and position -1."""
 
@@ -52,9 +60,11 @@ def paged_attention(
     meta: AttentionMetadata,
     *,
     scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
 ) -> Float[Array, "T H D"]:
     """See `pagedjax.pallas_kernels.attention.paged_attention`."""
-    args = (q, k_pool, v_pool, meta, scale)
+    args = (q, k_pool, v_pool, meta, _Options(scale, sliding_window, logits_soft_cap))
     out = _attend_rows(jnp.zeros_like(q), *args, lambda query_lens: query_lens == 1, DECODE)
     if meta.max_query_len > 1:
         out = _attend_rows(out, *args, lambda query_lens: query_lens > 1, CHUNK)
@@ -67,7 +77,7 @@ def _attend_rows(
     k_pool: Float[Array, "N K bs D"],
     v_pool: Float[Array, "N K bs D"],
     meta: AttentionMetadata,
-    scale: float,
+    options: _Options,
     selects: Callable[[Array], Array],
     tiling: Tiling,
 ) -> Float[Array, "T H D"]:
@@ -78,9 +88,10 @@ def _attend_rows(
     def attend_group(index: Int32[Array, ""], out: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
         row, token, position = (lax.dynamic_slice_in_dim(x, index * group, group) for x in tiles)
         queries = q.at[token].get(mode="fill", fill_value=0)
-        result = _attend_tiles(
-            queries, k_pool, v_pool, meta.block_tables[row], position, scale, tiling.blocks_per_chunk(k_pool)
-        )
+        tables = meta.block_tables[row]
+        if options.sliding_window is not None:
+            tables, position = _skip_to_window(tables, position, options.sliding_window, k_pool.shape[2])
+        result = _attend_tiles(queries, k_pool, v_pool, tables, position, options, tiling.blocks_per_chunk(k_pool))
         return out.at[token].set(result.astype(out.dtype), mode="drop")
 
     return lax.fori_loop(0, -(-num_tiles // group), attend_group, out)
@@ -104,13 +115,26 @@ def _cut_into_tiles(
     return ends[-1], _Tiles(row, token, position)
 
 
+def _skip_to_window(
+    block_tables: Int32[Array, "G B"], position: Int32[Array, "G Q"], sliding_window: int, block_size: int
+) -> tuple[Int32[Array, "G b"], Int32[Array, "G Q"]]:
+    """The tables and positions as if each context began at the first block that a token of the tile sees."""
+    # Only distances between positions matter to the attention, and the first token of a tile sees farthest back.
+    first_block = jnp.maximum(position[:, 0] - sliding_window + 1, 0) // block_size
+    most_keys = sliding_window + position.shape[1] - 1
+    width = min(block_tables.shape[1], -(-(most_keys - 1) // block_size) + 1)
+    block_index = first_block[:, None] + jnp.arange(width)[None, :]
+    tables = jnp.take_along_axis(block_tables, block_index, axis=1, mode="clip")
+    return tables, position - first_block[:, None] * block_size
+
+
 def _attend_tiles(
     q: Float[Array, "G Q H D"],
     k_pool: Float[Array, "N K bs D"],
     v_pool: Float[Array, "N K bs D"],
     block_tables: Int32[Array, "G B"],
     position: Int32[Array, "G Q"],
-    scale: float,
+    options: _Options,
     blocks_per_chunk: int,
 ) -> Float[Array, "G Q H D"]:
     """Online softmax of a group of tiles over the chunks of their contexts, as many as the longest has."""
@@ -134,12 +158,17 @@ def _attend_tiles(
         blocks = block_tables.at[:, block_index].get(mode="clip")  # beyond the table nothing is visible
         key_position = index * num_keys + jnp.arange(num_keys)
         visible = key_position[None, None, :] <= position[:, :, None]
+        if options.sliding_window is not None:
+            visible &= key_position[None, None, :] > position[:, :, None] - options.sliding_window
         # A slot that nobody sees may hold NaN, and 0 * NaN = NaN: zero weights do not suffice.
         v = jnp.where(visible.any(axis=1)[:, None, :, None], gather(v_pool, blocks), 0)
         visible = jnp.broadcast_to(visible[:, None, :, None, :], (*shape, num_keys)).reshape(*q.shape[:-1], num_keys)
 
         scores = jnp.einsum("gkqd,gkcd->gkqc", q, gather(k_pool, blocks), preferred_element_type=jnp.float32)
-        scores = jnp.where(visible, scores * scale, MASKED)
+        scores = scores * options.scale
+        if options.logits_soft_cap is not None:
+            scores = options.logits_soft_cap * jnp.tanh(scores / options.logits_soft_cap)
+        scores = jnp.where(visible, scores, MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
         weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0)
         rescale = jnp.exp(peak - new_peak)

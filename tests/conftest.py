@@ -1,6 +1,8 @@
 """How every test runs: on the CPU unless the user says otherwise, strict about dtypes and shapes, quick if repeated."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,20 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("deep", max_examples=1000, print_blob=True, **no_clock)
 hypothesis.settings.load_profile("quick")  # --hypothesis-profile=deep comes later and wins
+
+
+MAX_MEMORY_MAPS = 20_000
+"""Of the 65,530 that Linux grants a process. A compiled program takes a hundred; beyond the limit XLA:CPU crashes."""
+
+
+@pytest.fixture(autouse=True)
+def _bounded_memory_maps() -> Iterator[None]:
+    """Forgets compiled programs before there are too many; those that come again are read from the cache on disk."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MEMORY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,6 +29,7 @@ from tiny_engine import (
     step_with_logits,
     tiny_config,
     tiny_engine,
+    tiny_llm,
     tiny_params,
 )
 
@@ -38,6 +39,7 @@ from pagedjax.engine import LLMEngine
 from pagedjax.kv_cache import KVCache, bytes_per_block, init_kv_cache
 from pagedjax.model_runner import ModelRunner, padding_batch
 from pagedjax.models import llama
+from pagedjax.pallas_kernels.attention import IMPLEMENTATIONS
 from pagedjax.sampling_params import SamplingParams
 
 MARKER = 12345.0
@@ -531,7 +533,7 @@ def test_a_layer_updates_the_pool_in_place(num_tokens, max_query_len):
     batch = shapes_of(padding_batch(tiny_config(LARGE_NUM_BLOCKS), num_tokens, max_query_len))
     x, rope = jax.eval_shape(partial(llama._embed, CONFIG), tiny_params(), batch)
     kv = large_cache().k  # as keys and values
-    lowered = llama._paged_layer.lower(CONFIG, shapes_of(tiny_params()["layers_0"]), x, rope, batch.attn, kv=kv)
+    lowered = llama._paged_layer.lower(CONFIG, None, shapes_of(tiny_params()["layers_0"]), x, rope, batch.attn, kv=kv)
     assert_in_place(lowered.compile(), 2)
 
 
@@ -569,6 +571,32 @@ def test_the_whole_step_gives_the_same_tokens():
     assert [runs[0][str(i)] for i in range(3)] == [
         naive_greedy(prompt_of(length, i), 12) for i, length in enumerate((5, 19, 9))
     ]
+
+
+def test_every_attention_gives_the_same_tokens():
+    """Greedy and seeded, with preemption, over a pool of NaN; the Pallas kernels run in the interpreter."""
+    runs = []
+    for name in IMPLEMENTATIONS:
+        engine = tiny_engine(14, whole_step=True, attention_implementation=name)
+        fill_pool(engine, np.nan)
+        for i, length in enumerate((5, 19, 9)):
+            engine.add_request(prompt_of(length, i), greedy(12), str(i))
+        engine.add_request(prompt_of(4), SamplingParams(temperature=20.0, seed=1, ignore_eos=True), "seeded")
+        runs.append({name: output.outputs[0].token_ids for name, output in run_all(engine).items()})
+        assert engine.stats().num_preemptions > 0
+    assert all(run == runs[0] for run in runs)
+
+
+def test_an_unknown_attention_is_refused_before_anything_compiles():
+    with pytest.raises(ValueError, match=r"attention_implementation='flash': there is none of this name, but xla"):
+        tiny_llm(attention_implementation="flash")
+
+
+@pytest.mark.parametrize(("block_size", "num_kv_heads", "what"), [(16, 1, "slots"), (1, 16, "KV heads")])
+def test_a_pool_beyond_int32_is_refused_before_it_is_made(block_size, num_kv_heads, what):
+    sizes = {"num_layers": 1, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": 1}
+    with pytest.raises(ValueError, match=rf"num_blocks={2**27}: .* x 16 {what} are more than the 2147483647"):
+        init_kv_cache(num_blocks=2**27, dtype=jnp.float32, **sizes)
 
 
 def test_the_whole_step_survives_a_lost_pool():

@@ -122,13 +122,21 @@ def tiny_engine(
     tokenizer: Any = None,
     eos_token_ids: Sequence[int] = (),
     whole_step: bool | None = None,
+    attention_implementation: str | None = None,
     engine_class: type[LLMEngine] = LLMEngine,
     **options: Any,
 ) -> LLMEngine:
     """An engine that may use `num_blocks` of a device pool of `pool_blocks`."""
     config = tiny_config(num_blocks, **options)
     pool_config = tiny_config(max(num_blocks, pool_blocks), **options)
-    runner = ModelRunner(MODEL, tiny_params(), pool_config, kv_dtype=jnp.float32, whole_step=whole_step)
+    runner = ModelRunner(
+        MODEL,
+        tiny_params(),
+        pool_config,
+        kv_dtype=jnp.float32,
+        whole_step=whole_step,
+        attention_implementation=attention_implementation,
+    )
     return engine_class(runner, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
 
 

@@ -1,0 +1,101 @@
+"""Whole steps of a model with the shape of Llama 3 8B, in bfloat16: what a GPU runs between two turns of the host."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Abstract
+
+from benchmarks.gpu_gate.cases import CONTEXT, Case, num_bytes
+from pagedjax.config import EngineConfig
+from pagedjax.kv_cache import KVCache, bytes_per_block, init_kv_cache
+from pagedjax.model_input import ModelInput
+from pagedjax.model_runner import padding_batch
+from pagedjax.models.config import ModelConfig, RopeConfig
+from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
+from pagedjax.sampler import sample
+
+LLAMA_3_8B = ModelConfig(
+    model_type="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=500000.0),
+    tie_word_embeddings=False,
+    attention_bias=False,
+    attention_out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    dtype="bfloat16",
+)
+ENGINE = EngineConfig(num_blocks=8192, max_model_len=8192, block_size=16, max_num_seqs=64)
+"""A pool of 16 GiB: 64 requests of 2,048 tokens."""
+
+
+def step_cases() -> list[Case]:
+    """A step of 64 decodes, one of a single decode, and one with a chunk of a prompt."""
+    return [
+        step("step, decode, 64 rows", num_tokens=64, max_query_len=1),
+        step("step, decode, 1 row", num_tokens=1, max_query_len=1),
+        step("step, mixed, 512 tokens", num_tokens=512, max_query_len=512),
+        step("step in XLA, decode, 64 rows", num_tokens=64, max_query_len=1, implementation="xla"),
+    ]
+
+
+def step(
+    name: str, *, num_tokens: int, max_query_len: int, implementation: str = "pallas_triton", num_layers: int = 32
+) -> Case:
+    """One step as the engine runs it, the pool donated."""
+    config = replace(LLAMA_3_8B, num_layers=num_layers)
+
+    def run(params: Params, kv_cache: KVCache, batch: ModelInput) -> tuple[Any, KVCache]:
+        hidden, kv_cache = paged_step(config, params, batch, kv_cache, implementation=implementation)
+        logits = read_out(config, params, hidden[batch.logits_indices])
+        return sample(logits, batch.sampling), kv_cache
+
+    params, kv_cache = _abstract_params(config), _abstract_pool(config)
+    batch = padding_batch(ENGINE, num_tokens, max_query_len)
+    num_rows = len(batch.logits_indices)
+    embedding = num_bytes(params["embed_tokens"])  # of which a step reads a row per token
+    kv_bytes_per_token = bytes_per_block(
+        num_layers=num_layers,
+        block_size=1,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.bfloat16,
+    )
+    return Case(
+        name=name,
+        function=run,
+        args=(params, kv_cache, batch),
+        pool=(1,),
+        donates_pool=True,
+        moved_bytes=num_bytes(params) - embedding + kv_bytes_per_token * (num_rows * CONTEXT + num_tokens),
+        temp_fraction=1.0,  # of one layer's keys: f32 logits and what the sampler makes of them are half of that
+    )
+
+
+def _abstract_params(config: ModelConfig) -> Params:
+    tokens = Abstract((1, 8), jnp.int32)
+    init = jax.eval_shape(LlamaForCausalLM(config).init, jax.eval_shape(lambda: jax.random.key(0)), tokens)
+    return jax.tree.map(lambda leaf: Abstract(leaf.shape, jnp.bfloat16), init["params"])
+
+
+def _abstract_pool(config: ModelConfig) -> KVCache:
+    return jax.eval_shape(
+        lambda: init_kv_cache(
+            num_layers=config.num_layers,
+            num_blocks=ENGINE.num_blocks,
+            block_size=ENGINE.block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=jnp.bfloat16,
+        )
+    )
