@@ -380,7 +380,7 @@ def quick_or_slow() -> Iterator[Any]:
             yield pytest.param(implementation, drawn, marks=marks, id=name)
 
 
-@pytest.mark.parametrize(("implementation", "drawn"), quick_or_slow())
+@pytest.mark.parametrize(("implementation", "drawn"), list(quick_or_slow()))
 def test_drawn_shapes_and_options(implementation, drawn):
     case = drawn_case(drawn)
     actual = attend(implementation, case, compiler_options=UNOPTIMISED)
