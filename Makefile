@@ -41,7 +41,7 @@ gpu-check: ## on a machine with a GPU: its tests and benchmarks, with the machin
 	@$(PYTHON) benchmarks/gpu_check.py --dir "$(DIR)" $(ARGS)
 
 gpu-gate: $(GATE_VENV)/.installed-$(GATE_JAX) ## compiles every GPU program for A100, H100, H200, without a GPU; table in DIR
-	@JAX_PLATFORMS=cpu $(GATE_VENV)/bin/python -m benchmarks.gpu_gate --output "$(or $(DIR),benchmarks/results/gpu_gate)" $(ARGS)
+	@JAX_PLATFORMS=cpu $(GATE_VENV)/bin/python -m benchmarks.gpu_gate --output "$(or $(DIR),$(if $(ARGS),.cache,benchmarks/results)/gpu_gate)" $(ARGS)
 
 clean: ## everything that can be made again, but not downloaded models
 	rm -rf .venv .venv-newer .venv-gate .venv-gate-newer .cache .hypothesis .pytest_cache .ruff_cache build dist *.egg-info

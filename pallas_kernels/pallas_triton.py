@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from pagedjax.pallas_kernels import pallas_triton_kernels as kernels
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
-from pagedjax.pallas_kernels.tuning import Tile, Tuning, current_gpu, tuning_for
+from pagedjax.pallas_kernels.tuning import Tile, Tuning, current_gpu, max_group_for, tuning_for
 
 MAX_HEAD_DIM = 256
 
@@ -33,9 +33,20 @@ def why_not(q: Any, k_pool: Any) -> str | None:
     if k_pool.dtype != q.dtype:
         # Beware with pools of 1 byte per number: Pallas counts 32-bit offsets up to 2**32 bytes, which then wrap.
         return f"queries and pool have the same dtype, got {q.dtype} and {k_pool.dtype}"
-    if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < 8.0:
-        return f"it needs an NVIDIA GPU of compute capability 8.0, got {jax.devices()[0].compute_capability}"
-    return None
+    group, max_group = q.shape[1] // k_pool.shape[1], max_group_for(head_dim=q.shape[-1], itemsize=q.dtype.itemsize)
+    if group > max_group:
+        return f"at most {max_group} query heads share a KV head at head_dim {q.shape[-1]} in {q.dtype}, got {group}"
+    return _why_not_here()
+
+
+def _why_not_here() -> str | None:
+    """On a CPU the interpreter runs them, or they are compiled for a GPU elsewhere."""
+    if jax.default_backend() == "cpu":
+        return None
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", device.platform))  # "9.0"; on ROCm a name
+    is_enough = capability.replace(".", "").isdigit() and float(capability) >= 8.0
+    return None if is_enough else f"it needs an NVIDIA GPU of compute capability 8.0, got {capability}"
 
 
 def paged_attention(
@@ -105,13 +116,13 @@ def _cut_into_tiles(
     """Request and first token, counted in the request, of each tile of `tile_len` tokens of the requests with more than
     `short_len`; G of them always suffice. The first token of a tile that is not needed lies beyond every request."""
     query_lens = jnp.diff(query_start_loc)
-    tiles_per_request = jnp.where(query_lens > short_len, pl.cdiv(query_lens, tile_len), 0)
-    ends = jnp.cumsum(tiles_per_request)
+    tiles_per_request = jnp.where(query_lens > short_len, (query_lens + tile_len - 1) // tile_len, 0)
+    ends = jnp.cumsum(tiles_per_request, dtype=jnp.int32)
     most_requests = min(len(query_lens), num_tokens // (short_len + 1))
-    tile = jnp.arange(num_tokens // tile_len + most_requests)
+    tile = jnp.arange(num_tokens // tile_len + most_requests, dtype=jnp.int32)
     # compare_all: one fused kernel; a binary search would be a loop of launches.
     request = jnp.searchsorted(ends, tile, side="right", method="compare_all")
-    request = jnp.minimum(request, len(ends) - 1)
+    request = jnp.minimum(request, len(ends) - 1).astype(jnp.int32)
     first = (tile - (ends - tiles_per_request)[request]) * tile_len
     return request, jnp.where(tile < ends[-1], first, num_tokens)
 

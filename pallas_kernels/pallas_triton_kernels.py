@@ -15,8 +15,10 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from pagedjax.pallas_kernels.tuning import Tile
 
-MASKED = -1e30
+MASKED = float(jnp.finfo(jnp.float32).min)
 """A score that no real one reaches: finite, so that masked minus masked is 0 and not NaN."""
+MIN_DIM = 16
+"""Inner dimension of the smallest product on tensor cores. Triton fills a smaller one up with copies, and sums them."""
 LOG2_E = math.log2(math.e)
 
 Scalar = Int32[Array, ""]
@@ -40,6 +42,11 @@ class Spec(NamedTuple):
     num_splits: int
     """Most stretches that a context is cut into."""
     min_split_keys: int
+
+    @property
+    def padded_dim(self) -> int:
+        """D rounded up: every array has powers of two on its sides."""
+        return max(MIN_DIM, pl.next_power_of_2(self.head_dim))
 
 
 class Inputs(NamedTuple):
@@ -98,7 +105,7 @@ def paged_attention_split(spec: Spec, *refs: Ref) -> None:
     @pl.when((query_len > 0) & (query_len <= spec.num_tokens) & (keys.start < keys.stop))
     def _() -> None:
         out, peak, total = _attend(spec, inputs, request, kv_head, rows, keys)
-        row = jnp.arange(spec.tile.num_rows)
+        row = jnp.arange(spec.tile.num_rows, dtype=jnp.int32)
         plt.store(peak_ref.at[split, request, kv_head, row], peak, mask=rows.is_real)
         plt.store(total_ref.at[split, request, kv_head, row], total, mask=rows.is_real)
         dims, mask = _dims(spec, rows.is_real)
@@ -114,7 +121,7 @@ def paged_attention_merge(spec: Spec, *refs: Ref) -> None:
     @pl.when((query_len <= spec.num_tokens) & (row < query_len * spec.group))
     def _() -> None:
         keys = _keys(spec, lens_ref[request], query_len, jnp.int32(0))
-        split = jnp.arange(pl.next_power_of_2(spec.num_splits))
+        split = jnp.arange(pl.next_power_of_2(spec.num_splits), dtype=jnp.int32)
         stretch = _stretch(spec, keys, split)
         is_used = (split < spec.num_splits) & (stretch.start < stretch.stop)
         index = (split, request, kv_head, row)
@@ -127,7 +134,7 @@ def paged_attention_merge(spec: Spec, *refs: Ref) -> None:
         out = (out * weight[:, None]).sum(axis=0) / jnp.where(total == 0, 1, total)
         offset, head = _divmod(row, spec.group)
         token, head = start_ref[request] + offset, kv_head * spec.group + head
-        dims = jnp.arange(pl.next_power_of_2(spec.head_dim))
+        dims = jnp.arange(spec.padded_dim, dtype=jnp.int32)
         plt.store(out_ref.at[token, head, dims], out.astype(out_ref.dtype), mask=dims < spec.head_dim)
 
 
@@ -152,6 +159,11 @@ def _divmod(x: Int32[Array, "*n"], divisor: int) -> tuple[Int32[Array, "*n"], In
     return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))
 
 
+def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
+    """x / divisor rounded up, x >= 0, in 32 bits under jax_enable_x64 too."""
+    return _divmod(x + (divisor - 1), divisor)[0]
+
+
 def _query_len(start_ref: Ref, request: Scalar) -> Scalar:
     return start_ref[request + 1] - start_ref[request]
 
@@ -159,7 +171,7 @@ def _query_len(start_ref: Ref, request: Scalar) -> Scalar:
 def _rows(spec: Spec, inputs: Inputs, request: Scalar, first: Scalar, kv_head: Scalar) -> tuple[Rows, Keys]:
     """The tile from the `first` new token of a request on."""
     query_len, context_len = _query_len(inputs.query_start_loc, request), inputs.context_lens[request]
-    row = jnp.arange(spec.tile.num_rows)
+    row = jnp.arange(spec.tile.num_rows, dtype=jnp.int32)
     offset, head = _divmod(row, spec.group)
     token = first + offset
     rows = Rows(
@@ -178,13 +190,13 @@ def _keys(spec: Spec, context_len: Scalar, query_len: Scalar, first: Scalar) -> 
     if spec.sliding_window is not None:
         first_key = jnp.maximum(num_computed + first - spec.sliding_window + 1, 0)
     end = num_computed + jnp.minimum(first + spec.num_tokens, query_len)
-    return Keys(first_key, end, first_key // spec.tile.num_keys, pl.cdiv(end, spec.tile.num_keys))
+    return Keys(first_key, end, first_key // spec.tile.num_keys, _ceil_div(end, spec.tile.num_keys))
 
 
 def _stretch(spec: Spec, keys: Keys, split: Int32[Array, "*n"]) -> Keys:
     """The part of the keys that a split takes: none of them, if `start` is not before `stop`."""
-    length = pl.cdiv(keys.stop - keys.start, spec.num_splits)
-    length = jnp.maximum(length, pl.cdiv(spec.min_split_keys, spec.tile.num_keys))
+    shortest = -(-spec.min_split_keys // spec.tile.num_keys)
+    length = jnp.maximum(_ceil_div(keys.stop - keys.start, spec.num_splits), shortest)
     start = keys.start + split * length
     return keys._replace(start=start, stop=jnp.minimum(start + length, keys.stop))
 
@@ -203,7 +215,7 @@ def _attend(
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def load_blocks(index: Scalar) -> Int32[Array, "C"]:
-        position = index * num_keys + jnp.arange(num_keys)
+        position = index * num_keys + jnp.arange(num_keys, dtype=jnp.int32)
         in_range = (position >= keys.first) & (position < keys.end)
         block_index, _ = _divmod(position, spec.block_size)
         return plt.load(inputs.block_tables.at[request, block_index], mask=in_range, other=0)
@@ -211,7 +223,7 @@ def _attend(
     def attend_keys(masked: bool, index: Scalar, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, ...]:
         out, peak, total, block = carry
         next_block = load_blocks(index + 1)  # a turn ahead: the loads of keys need not wait for it
-        position = index * num_keys + jnp.arange(num_keys)
+        position = index * num_keys + jnp.arange(num_keys, dtype=jnp.int32)
         # What is not loaded is 0, not NaN: a slot that nobody sees may hold anything, and 0 * NaN = NaN.
         in_range = (position >= keys.first) & (position < keys.end) if masked else None
         dims, mask = _dims(spec, in_range)
@@ -238,7 +250,7 @@ def _attend(
 
     num_rows = spec.tile.num_rows
     carry = (
-        jnp.zeros((num_rows, pl.next_power_of_2(spec.head_dim)), jnp.float32),
+        jnp.zeros((num_rows, spec.padded_dim), jnp.float32),
         jnp.full(num_rows, MASKED, jnp.float32),
         jnp.zeros(num_rows, jnp.float32),
         load_blocks(keys.start),
@@ -258,7 +270,7 @@ def _seen_by_all(spec: Spec, rows: Rows, keys: Keys) -> tuple[Scalar, Scalar]:
     first = jnp.min(rows.position)
     start = keys.start
     if spec.sliding_window is not None:
-        start = jnp.minimum(pl.cdiv(jnp.maximum(last - spec.sliding_window + 1, 0), spec.tile.num_keys), keys.stop)
+        start = jnp.minimum(_ceil_div(jnp.maximum(last - spec.sliding_window + 1, 0), spec.tile.num_keys), keys.stop)
     return start, jnp.clip((first + 1) // spec.tile.num_keys, start, keys.stop)
 
 
@@ -270,8 +282,8 @@ def _weight(spec: Spec, difference: Float32[Array, "*n"]) -> Float32[Array, "*n"
 
 def _dims(spec: Spec, mask: Bool[Array, "n"] | None) -> tuple[Int32[Array, "1 D2"], Bool[Array, "n D2"] | None]:
     """Indices of the last axis, a power of two of them, and the mask for rows and dimensions that exist."""
-    padded = pl.next_power_of_2(spec.head_dim)
-    dims = jnp.arange(padded)[None, :]
+    padded = spec.padded_dim
+    dims = jnp.arange(padded, dtype=jnp.int32)[None, :]
     if padded == spec.head_dim:
         return dims, None if mask is None else jnp.broadcast_to(mask[:, None], (len(mask), padded))
     exists = dims < spec.head_dim

@@ -24,6 +24,10 @@ def write_kv(
     block_size = k_pool.shape[2]
     block, offset = _drop_null(slot_mapping // block_size, k_pool), slot_mapping % block_size
 
+    expected = (len(slot_mapping), k_pool.shape[1], k_pool.shape[3])
+    if not k.shape == v.shape == expected:  # a scatter would repeat one row or head for all
+        raise ValueError(f"k and v must be {expected}, tokens x KV heads x head_dim, got {k.shape} and {v.shape}")
+
     # A block and an offset per token, and not a flat row per token and head: with one head XLA:CPU would copy the pool.
     def write(pool: Float[Array, "N K bs D"], new: Float[Array, "T K D"]) -> Float[Array, "N K bs D"]:
         return pool.at[block, :, offset].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
@@ -49,13 +53,15 @@ def copy_blocks(
 
 def gather_blocks(pool: Float[Array, "N K bs D"], blocks: Int32[Array | np.ndarray, "n"]) -> Float[Array, "n K bs D"]:
     """The named blocks, in that order; padding (index 0) gives the null block."""
-    return pool.at[blocks].get(mode="clip")
+    return pool.at[jnp.maximum(blocks, 0)].get(mode="clip")
 
 
 def scatter_blocks(
     pool: Float[Array, "N K bs D"], blocks: Int32[Array | np.ndarray, "n"], values: Float[Array, "n K bs D"]
 ) -> Float[Array, "N K bs D"]:
     """Puts values[i] into block blocks[i]. Padding (index 0) is not written; all other blocks must be distinct."""
+    if values.shape != (len(blocks), *pool.shape[1:]):  # one block would be repeated for all
+        raise ValueError(f"values must be {(len(blocks), *pool.shape[1:])}, got {values.shape}")
     # Whole blocks, not flat rows, for XLA:CPU: see write_kv.
     return pool.at[_drop_null(blocks, pool)].set(values.astype(pool.dtype), mode="drop", unique_indices=True)
 

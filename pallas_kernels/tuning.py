@@ -91,6 +91,13 @@ def tuning_for(gpu: str, *, head_dim: int, itemsize: int) -> Tuning:
     return Tuning(short, long, max_draft_rows, num_programs=PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors)
 
 
+def max_group_for(*, head_dim: int, itemsize: int) -> int:
+    """Query heads of a KV head that fit the rows of one tile, in registers and in 99 KiB of shared memory."""
+    if itemsize == 4:
+        return 16
+    return 32 if _next_power_of_2(head_dim) * itemsize > 256 else 128
+
+
 def current_gpu() -> str:
     """The `device_kind` that is compiled for: of the abstract mesh, if there is one, or else of the first device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
