@@ -28,7 +28,7 @@ from pagedjax.model_input import ModelInput, SamplingInput
 from pagedjax.models.config import ModelConfig, RopeConfig
 from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
-from pagedjax.sampler import sample
+from pagedjax.sampling.sampler import sample
 
 Json = dict[str, Any]
 TARGET = 1.25
@@ -165,6 +165,7 @@ def make_batch(config: ModelConfig, step: Step) -> ModelInput:
             temperature=zeros(np.float32),
             top_k=zeros(np.int32),
             top_p=np.ones(num_rows, np.float32),
+            min_p=zeros(np.float32),
             seed=np.zeros((num_rows, 2), np.uint32),
             sample_index=zeros(np.uint32),
             num_outputs=zeros(np.uint32),

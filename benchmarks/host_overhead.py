@@ -17,7 +17,7 @@ import numpy as np
 from pagedjax.batch import build_batch
 from pagedjax.config import EngineConfig
 from pagedjax.request import Request
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
 from pagedjax.scheduler import Scheduler
 
 PARTS = ("schedule", "build_batch", "update")

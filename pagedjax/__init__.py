@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagedjax.outputs import CompletionOutput as CompletionOutput
     from pagedjax.outputs import EngineStats as EngineStats
     from pagedjax.outputs import RequestOutput as RequestOutput
-    from pagedjax.sampling_params import SamplingParams as SamplingParams
+    from pagedjax.sampling.params import SamplingParams as SamplingParams
 
 _HOMES = {
     "LLM": "llm",
@@ -23,7 +23,7 @@ _HOMES = {
     "load": "llm",
     "LLMEngine": "engine",
     "EngineConfig": "config",
-    "SamplingParams": "sampling_params",
+    "SamplingParams": "sampling.params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "EngineStats": "outputs",

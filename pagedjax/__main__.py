@@ -1,6 +1,6 @@
 """`python -m pagedjax` is the same as `pagedjax`."""
 
-from pagedjax.cli import main
+from pagedjax.serving.cli import main
 
 if __name__ == "__main__":
     main()

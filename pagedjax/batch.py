@@ -80,6 +80,7 @@ def _sampling_input(requests: list[Request], S: int) -> SamplingInput:
         temperature=column("params.temperature", np.float32),
         top_k=np.maximum(column("params.top_k", np.int32), 0),
         top_p=column("params.top_p", np.float32, padding=1),
+        min_p=column("params.min_p", np.float32),
         seed=np.stack([seeds >> 32, seeds & 0xFFFFFFFF], axis=1).astype(np.uint32),
         sample_index=column("sample_index", np.uint32),
         num_outputs=column("num_output_tokens", np.uint32),

@@ -4,6 +4,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+
 
 def check_positive_int(name: str, value: object) -> None:
     """Raises ValueError unless `value` is an int (not a bool) of at least 1."""
@@ -27,13 +29,27 @@ class EngineConfig:
     """Token budget of one step: decodes, and prompts in chunks."""
     min_decode_bucket: int = 1
     """Fewest rows of a step, filled up with padding: 2 where products of one row fall into a slow path."""
+    logprobs_mode: str = "raw_logprobs"
+    """Which log-probabilities are given out: "raw_logprobs", of the model's logits, or "processed_logprobs", of what is
+    drawn from, after edits, temperature and filters."""
     check_integrity: bool = False
     """Recount blocks and check every table before each step: for tests and for debugging."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name != "check_integrity":
+            if field.name not in ("check_integrity", "logprobs_mode"):
                 check_positive_int(field.name, getattr(self, field.name))
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
+
+    def max_prompt_len(self, *, generates: bool) -> int:
+        """Longest prompt that fits the pool and the model, with a first token to generate or without."""
+        return self.max_seq_len - 1 if generates else min(self.max_model_len, self.num_blocks * self.block_size)
+
+    @cached_property
+    def extras_buckets(self) -> tuple[int, ...]:
+        """Rows that sampling with extras is padded to, ascending: few, as each is several small programs."""
+        return (*(size for size in (8, 64) if size < self.max_num_running), self.max_num_running)
 
     @property
     def max_num_running(self) -> int:

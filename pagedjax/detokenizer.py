@@ -23,6 +23,7 @@ class Detokenizer:
 
     The first character that completes one of the stop strings ends the text; if it completes several, the longest
     counts. That rule is the same however the characters are split over tokens. Tokens after the match are not taken.
+    Stop strings that the first `min_tokens` tokens complete do not count.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Detokenizer:
         tokenizer: Any,
         stop_strings: Sequence[str] = (),
         *,
+        min_tokens: int = 0,
         include_stop_str: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
@@ -37,6 +39,8 @@ class Detokenizer:
         self._decoder = _decoder_for(tokenizer, skip_special_tokens)()
         self._stop_strings = tuple(stop_strings)
         self._first_chars = frozenset(stop[0] for stop in self._stop_strings)
+        self._min_tokens = min_tokens
+        self._min_end = 0  # where in `_held`, or behind it, the text of the first `min_tokens` tokens ends
         self._include_stop_str = include_stop_str
         self._shown: list[str] = []
         self._held = ""  # the end of the text, as long as it may be the beginning of a stop string
@@ -75,6 +79,8 @@ class Detokenizer:
         self._held += new
         # Whatever a match in the new text began with is held back, so the search never has to look at older text.
         seen = self._held + self._decoder.peek()
+        if self.num_tokens <= self._min_tokens:
+            self._min_end = len(seen)
         if self._first_chars.isdisjoint(seen):
             begin = len(self._held)
         elif match := self._first_match(seen):
@@ -87,10 +93,11 @@ class Detokenizer:
         if begin:
             self._shown.append(self._held[:begin])
             self._held = self._held[begin:]
+            self._min_end = max(0, self._min_end - begin)
         return None
 
     def _first_match(self, seen: str) -> tuple[int, str] | None:
-        starts = ((seen.find(stop), stop) for stop in self._stop_strings)
+        starts = ((seen.find(stop, max(0, self._min_end - len(stop) + 1)), stop) for stop in self._stop_strings)
         matches = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
         return min(matches)[1:] if matches else None  # the earliest end; of these the earliest start, so the longest
 

@@ -1,6 +1,8 @@
 """The engine: requests go in, steps run, outputs come out. One step reads schedule, run, update."""
 
+import logging
 import random
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -13,9 +15,16 @@ from pagedjax.config import EngineConfig
 from pagedjax.model_runner import ModelRunner
 from pagedjax.output_processor import OutputProcessor
 from pagedjax.outputs import EngineStats, RequestOutput
-from pagedjax.request import Request
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.request import FinishReason, Request
+from pagedjax.sampling.checks import check_vocabulary
+from pagedjax.sampling.edits import tokenize_bad_words
+from pagedjax.sampling.extras import build_extras
+from pagedjax.sampling.log_entries import StepLogprobs
+from pagedjax.sampling.params import SamplingParams
+from pagedjax.sampling.pipeline import check_processors
 from pagedjax.scheduler import Scheduler, SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array | Mapping[str, Any]
 """Text, token ids, or a mapping with one of the keys "prompt" and "prompt_token_ids"."""
@@ -44,6 +53,8 @@ class LLMEngine:
         self._request_numbers = count()
         self._seeds = random.Random(seed)
         self._deferred: dict[str, RequestOutput] = {}
+        self.inboxes: dict[str, deque[RequestOutput]] = {}
+        """Where the outputs of a request go, up to its last one, instead of being returned by `step`."""
         self._num_steps = self._num_finished = self._num_prompt_tokens = self._num_output_tokens = 0
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
@@ -59,6 +70,7 @@ class LLMEngine:
             raise ValueError(f"request_id must be a str, got {request_id!r:.80}")
         text, token_ids = self.tokenize(prompt)
         self._check_params(params)
+        check_processors(params.logits_processors, token_ids, self._vocab_size)
         if request_id is None:
             request_id = next(name for n in self._request_numbers if not self._name_in_use(name := str(n), params.n))
         elif taken := self._name_in_use(request_id, params.n):
@@ -79,6 +91,8 @@ class LLMEngine:
         """Ends a request in any state; its last output, or None if no unfinished request has this id."""
         output = self.outputs.abort(request_id, self.scheduler)
         self._num_finished += output is not None
+        if output is not None:
+            self._deliver(output)
         return output
 
     def has_unfinished(self) -> bool:
@@ -97,13 +111,13 @@ class LLMEngine:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return self._pop_deferred()
-        updated = self._run(scheduled)
-        outputs = self.outputs.process(updated, self.scheduler)
+        updated, ended, logprobs = self._run(scheduled)
+        outputs = self.outputs.process([*updated, *ended], self.scheduler, logprobs)
 
         self._num_steps += 1
         self._num_output_tokens += len(updated)
         self._num_finished += sum(output.finished for output in outputs)
-        return self._pop_deferred() + outputs
+        return self._pop_deferred() + [output for output in outputs if not self._deliver(output)]
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of the pool and the queues now."""
@@ -141,15 +155,36 @@ class LLMEngine:
             return prompt, _checked_token_ids(token_ids, self._vocab_size)
         return None, _checked_token_ids(prompt, self._vocab_size)
 
+    def _deliver(self, output: RequestOutput) -> bool:
+        """Puts an output into its request's inbox; False if it has none."""
+        request_id = output.request_id
+        inbox = self.inboxes.pop(request_id, None) if output.finished else self.inboxes.get(request_id)
+        if inbox is not None:
+            inbox.append(output)
+        return inbox is not None
+
     def _pop_deferred(self) -> list[RequestOutput]:
         outputs = list(self._deferred.values())
         self._deferred.clear()
         return outputs
 
-    def _run(self, scheduled: SchedulerOutput) -> list[Request]:
+    def _run(self, scheduled: SchedulerOutput) -> tuple[list[Request], list[Request], StepLogprobs | None]:
+        """The requests that got a token, those that ended without one, and log-probabilities if anyone wants them."""
         try:
-            sampled = self.runner.run(build_batch(scheduled, self.config))
-            return self.scheduler.update(scheduled, sampled[: len(scheduled.sampling)])
+            batch = build_batch(scheduled, self.config)
+            extras = build_extras(scheduled, self.config.extras_buckets, self._vocab_size)
+            failed: dict[Request, Exception] = {}
+            if extras is None:
+                sampled, logprobs = self.runner.run(batch), None
+            else:
+                result, failed = self.runner.run_with(batch, extras), extras.failed
+                sampled = result.token_ids
+                logprobs = StepLogprobs(scheduled.sampling, extras.prompt, result.logprobs, result.prompt_logprobs)
+            for request, error in failed.items():
+                logger.error("request %r ends with an error: %s", request.request_id, error, exc_info=error)
+                self.scheduler.finish(request, FinishReason.ERROR)
+            updated = self.scheduler.update(scheduled, sampled[: len(scheduled.sampling)])
+            return updated, [*scheduled.scored, *failed], logprobs
         except BaseException:
             # The step's KV, and with a donated pool all KV, is gone; the tokens are not, they are on the host.
             self.scheduler.preempt_all()
@@ -159,9 +194,9 @@ class LLMEngine:
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise ValueError(f"stop_token_ids must be below the vocabulary size {self._vocab_size}, got {token_id}")
+        if self.tokenizer is None and any(isinstance(word, str) for word in params.bad_words):
+            raise ValueError("bad_words as text need a tokenizer, and this model has none: use lists of token ids")
+        check_vocabulary(params, self._vocab_size)
 
     def _name_in_use(self, request_id: str, n: int) -> str | None:
         """The first of a request's id and of those of its n completions that an unfinished request has."""
@@ -173,6 +208,7 @@ class LLMEngine:
         limit = self.config.max_seq_len
         if params.max_tokens is not None:
             limit = min(limit, len(token_ids) + int(params.max_tokens))
+        bad_word_ids = tokenize_bad_words(params.bad_words, self.tokenizer, self._vocab_size)
         seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
         return [
             Request(
@@ -185,6 +221,8 @@ class LLMEngine:
                 sample_index=i,
                 eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
                 stop_token_ids=frozenset(params.stop_token_ids),
+                ignored_eos_token_ids=self._eos_token_ids if params.ignore_eos else frozenset(),
+                bad_word_ids=bad_word_ids,
             )
             for i in range(params.n)
         ]

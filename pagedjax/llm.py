@@ -17,9 +17,10 @@ from pagedjax.models.config import ModelConfig, check_float_dtype
 from pagedjax.models.llama import LlamaForCausalLM, Params
 from pagedjax.models.load import Checkpoint, load_checkpoint
 from pagedjax.models.tokenizer import apply_chat_template
-from pagedjax.outputs import EngineStats, RequestOutput
+from pagedjax.outputs import EngineStats, RequestOutput, ScoreOutput
 from pagedjax.paths import cache_dir
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
+from pagedjax.streaming import AsyncStream, Inbox, SharedEngine, Stream
 
 CPU_POOL_BYTES = 2**30
 """KV pool on a CPU unless `num_blocks` says otherwise: 22,000 tokens of SmolLM2-135M in f32."""
@@ -79,6 +80,7 @@ class LLM:
         max_model_len: int | None = None,
         seed: int = 0,
         attention_implementation: str | None = None,
+        logprobs_mode: str = "raw_logprobs",
         check_integrity: bool = False,
         warm_up: bool = True,
         progress: bool = False,
@@ -96,6 +98,8 @@ class LLM:
           max_model_len: most tokens of a request; None takes the model's own limit.
           seed: where the seeds of requests without one are drawn from.
           attention_implementation: "xla", "pallas_triton" or None, which picks what is best here.
+          logprobs_mode: "raw_logprobs" gives the log-softmax of the model's logits, "processed_logprobs" that of what
+            is drawn from, after everything that `SamplingParams` does to them.
           check_integrity: recount all blocks and check all tables before each step, for debugging.
           warm_up: compile all programs now. Without it each compiles when it is first needed.
           progress: show bars for loading and compiling on stderr.
@@ -125,6 +129,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            logprobs_mode=logprobs_mode,
             check_integrity=check_integrity,
         )
         runner = ModelRunner(
@@ -136,6 +141,7 @@ class LLM:
         )
         eos_token_ids = model.config.eos_token_ids
         self.engine = LLMEngine(runner, engine_config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=seed)
+        self._shared = SharedEngine(self.engine)
         if warm_up:
             runner.warm_up(progress=progress)
 
@@ -153,17 +159,32 @@ class LLM:
         """
         prompt_list = _as_list(prompts)
         params = _params_per_prompt(sampling_params, len(prompt_list))
-        ids: list[str] = []
+        inbox = Inbox()
         try:
             for i, (prompt, prompt_params) in enumerate(zip(prompt_list, params, strict=True)):
                 try:
-                    ids.append(self.engine.add_request(prompt, prompt_params))
+                    self._shared.add(inbox, prompt, prompt_params)
                 except ValueError as error:
                     raise ValueError(f"prompts[{i}]: {error}") from error
-            return self._run(ids, use_tqdm)
+            return self._run(inbox, use_tqdm)
         finally:
-            for request_id in ids:
-                self.engine.abort(request_id)
+            self._shared.close(inbox)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """A request's output after each step in which it got a token: all of it so far, so the last is the result.
+
+        The request is queued now, and a bad one raises ValueError now. Several streams may be read in turn, also
+        between calls of `generate` and of `engine.step`. To close one, or to drop it, aborts its request.
+        """
+        return Stream(self._shared, prompt, sampling_params)
+
+    def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncStream:
+        """As `stream`, for asyncio: steps run in a worker thread, one at a time and for all tasks together.
+
+        A bad request raises ValueError at the first output, as the tokenizer is the worker's as well. While one of
+        these is read, leave `engine` itself alone: it is not thread-safe.
+        """
+        return AsyncStream(self._shared, prompt, sampling_params)
 
     def chat(
         self,
@@ -182,27 +203,64 @@ class LLM:
             raise ValueError("messages need a tokenizer with a chat template, and this model has no tokenizer")
         return apply_chat_template(self.tokenizer, messages)
 
+    def score(
+        self, prompts: Prompt | Iterable[Prompt], continuations: Prompt | Iterable[Prompt] | None = None
+    ) -> list[ScoreOutput]:
+        """Teacher-forced log-probabilities of each continuation after its prompt, or without continuations of each
+        prompt's tokens from the second on. Nothing is sampled.
+
+        Text and text are tokenized together, as a tokenizer may join what meets; then what the prompt's own tokens do
+        not cover is the continuation (at least one token).
+        """
+        prompt_list = _as_list(prompts)
+        continuation_list = [None] * len(prompt_list) if continuations is None else _as_list(continuations)
+        if len(continuation_list) != len(prompt_list):
+            raise ValueError(f"continuations: {len(continuation_list)} of them for {len(prompt_list)} prompts")
+        pairs = zip(prompt_list, continuation_list, strict=True)
+        split = [self._split_for_score(i, *pair) for i, pair in enumerate(pairs)]
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+        outputs = self.generate([token_ids for token_ids, _ in split], params, use_tqdm=False)
+        return [_score_of(output, start) for output, (_, start) in zip(outputs, split, strict=True)]
+
+    def _split_for_score(self, index: int, prompt: Any, continuation: Any) -> tuple[list[int], int]:
+        """All token ids, and how many of them are not scored."""
+        try:
+            text, token_ids = self.engine.tokenize(prompt)
+            if continuation is None:
+                start = 1
+            elif text is not None and isinstance(continuation, str):
+                start = len(token_ids)
+                token_ids = self.engine.tokenize(text + continuation)[1]
+                start = min(start, len(token_ids) - 1)
+            else:
+                start = len(token_ids)
+                token_ids = token_ids + self.engine.tokenize(continuation)[1]
+        except ValueError as error:
+            raise ValueError(f"prompts[{index}]: {error}") from error
+        if start < 1 or start >= len(token_ids):
+            raise ValueError(f"prompts[{index}]: {len(token_ids)} tokens leave nothing to score after the first")
+        return token_ids, start
+
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of the pool and the queues now."""
         return self.engine.stats()
 
-    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        mine = set(ids)
+    def _run(self, inbox: Inbox, use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        others: list[RequestOutput] = []  # of requests that were added step by step: their owner's next step has them
-        try:
-            with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
-                while len(finished) < len(ids):
-                    for output in self.engine.step():
-                        if output.request_id not in mine:
-                            others += [output] if output.finished else []
-                        elif output.finished:
-                            finished[output.request_id] = output
-                            bar.update()
-        finally:
-            for output in others:
-                self.engine.defer(output)
-        return [finished[request_id] for request_id in ids]
+        with tqdm(total=len(inbox.request_ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
+            while len(finished) < len(inbox.request_ids):
+                self._shared.step()
+                while inbox.outputs:
+                    if (output := inbox.outputs.popleft()).finished:
+                        finished[output.request_id] = output
+                        bar.update()
+        return [finished[request_id] for request_id in inbox.request_ids]
+
+
+def _score_of(output: RequestOutput, start: int) -> ScoreOutput:
+    token_ids, entries = output.prompt_token_ids[start:], (output.prompt_logprobs or [])[start:]
+    scored = [entry[token] for entry, token in zip(entries, token_ids, strict=True) if entry is not None]
+    return ScoreOutput(token_ids, [each.logprob for each in scored], all(each.rank == 1 for each in scored))
 
 
 def _load(name_or_path: str | Path, dtype: str, progress: bool) -> Checkpoint:
@@ -240,6 +298,7 @@ def _engine_config(
     max_num_seqs: int,
     max_num_batched_tokens: int | None,
     max_model_len: int | None,
+    logprobs_mode: str,
     check_integrity: bool,
 ) -> EngineConfig:
     """The options of `LLM` with every None decided."""
@@ -264,6 +323,7 @@ def _engine_config(
         max_num_batched_tokens=max_num_batched_tokens,
         # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
         min_decode_bucket=2 if is_cpu and dtype != "float32" else 1,
+        logprobs_mode=logprobs_mode,
         check_integrity=check_integrity,
     )
 

@@ -26,6 +26,8 @@ class SamplingInput:
     """0 keeps all tokens."""
     top_p: Float32[Array | np.ndarray, "S"]
     """1 keeps all tokens."""
+    min_p: Float32[Array | np.ndarray, "S"]
+    """0 keeps all tokens."""
     seed: UInt32[Array | np.ndarray, "S 2"]
     """The 64-bit seed as (high, low) halves."""
     sample_index: UInt32[Array | np.ndarray, "S"]

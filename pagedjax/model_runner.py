@@ -2,27 +2,40 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 from tqdm.auto import tqdm
 
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.model_input import ModelInput, SamplingInput, pack, unpack
-from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
 from pagedjax.pallas_kernels.attention import why_not
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
-from pagedjax.sampler import sample
+from pagedjax.sampling.extras import PromptTargets, StepExtras
+from pagedjax.sampling.logprobs import TokenLogprobs
+from pagedjax.sampling.pipeline import padded_top, sample_with
+from pagedjax.sampling.rows import PROMPT_LOGPROBS_ROWS, sample_rows, score_rows, take_rows
+from pagedjax.sampling.sampler import sample
 
 CPU_HEAD_ROWS = 64
 """Rows that go through the head at a time on a CPU, where products are compute-bound. A GPU takes all at once: there
 each turn of the loop would read the head's weights again."""
+
+
+class StepResult(NamedTuple):
+    """What a step with extras gives, as numpy arrays."""
+
+    token_ids: np.ndarray
+    """i32[S]; the first `num_samples` are real."""
+    logprobs: TokenLogprobs | None = None
+    """Of the sampled tokens, row by row."""
+    prompt_logprobs: TokenLogprobs | None = None
+    """Of `extras.prompt`'s tokens, in their order."""
 
 
 class ModelRunner:
@@ -63,7 +76,24 @@ class ModelRunner:
         self._shapes_run.add((len(batch.token_ids), batch.attn.max_query_len))
         batch = unpack(*pack(batch))
         hidden, self.kv_cache = self._forward(self.model.config, self.params, batch, self.kv_cache)
-        return np.asarray(_sample_rows(self.model.config, self._head_params, hidden, batch, self._head_rows))
+        return np.asarray(sample_rows(self.model.config, self._head_params, hidden, batch, self._head_rows))
+
+    def run_with(self, batch: ModelInput, extras: StepExtras) -> StepResult:
+        """As `run`, for requests that ask for more than plain sampling. DONATES the pool."""
+        on_device = unpack(*pack(batch))
+        hidden, self.kv_cache = self._forward(self.model.config, self.params, on_device, self.kv_cache)
+        tokens, logprobs, prompt_logprobs = jnp.zeros(0, jnp.int32), None, None
+        if batch.num_samples > 0:
+            rows, sampling = jax.tree.map(
+                lambda x: np.resize(x, (extras.num_rows, *x.shape[1:])), (batch.logits_indices, batch.sampling)
+            )
+            logits = _read_out(self.model.config, self._head_params, take_rows(hidden, rows))
+            tokens, logprobs = sample_with(
+                logits, sampling, extras, processed_logprobs=self.config.logprobs_mode == "processed_logprobs"
+            )
+        if extras.prompt is not None:
+            prompt_logprobs = self._prompt_logprobs(hidden, extras.prompt)
+        return StepResult(*jax.tree.map(np.asarray, (tokens, logprobs, prompt_logprobs)))
 
     def run_with_logits(self, batch: ModelInput) -> tuple[np.ndarray, np.ndarray]:
         """As `run`, and also the f32[S, V] logits that the tokens come from: for tests and for debugging."""
@@ -90,6 +120,14 @@ class ModelRunner:
         if any(x.is_deleted() for x in jax.tree.leaves(self.kv_cache)):
             del self.kv_cache  # what is left of it, before the new one: two pools may not fit
             self.kv_cache = self._new_kv_cache()
+
+    def _prompt_logprobs(self, hidden: Float[Array, "T D"], prompt: PromptTargets) -> TokenLogprobs:
+        num_tokens, num_padding = len(prompt.source), len(hidden) - len(prompt.source)
+        source, target = (np.pad(x, (0, num_padding)) for x in (prompt.source, prompt.target))
+        num_top = padded_top(prompt.num_top, self.model.config.vocab_size)
+        tile_rows = min(self._head_rows, len(hidden), PROMPT_LOGPROBS_ROWS)
+        args = (hidden, source, target, num_tokens)
+        return score_rows(self.model.config, num_top, tile_rows, self._head_params, *args)
 
     def _check_attention(self, implementation: str | None) -> None:
         model = self.model.config
@@ -118,29 +156,6 @@ _read_out = jax.jit(read_out, static_argnums=0)
 _sample = jax.jit(sample)
 
 
-@partial(jax.jit, static_argnums=(0, 4))
-def _sample_rows(
-    config: ModelConfig, params: Params, hidden: Float[Array, "T D"], batch: ModelInput, tile_rows: int
-) -> Int32[Array, "S"]:
-    """The head and the sampler over as many tiles of rows as sample in this step: none at all in mid-prompt."""
-    num_rows = len(batch.logits_indices)
-    tile_rows = min(num_rows, tile_rows)
-    padding = -num_rows % tile_rows
-    rows = jax.tree.map(
-        lambda x: jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)), (batch.logits_indices, batch.sampling)
-    )
-
-    def sample_tile(index: Int32[Array, ""], tokens: Int32[Array, "P"]) -> Int32[Array, "P"]:
-        start = index * tile_rows
-        indices, sampling = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_rows), rows)
-        logits = read_out(config, params, hidden[indices])
-        return lax.dynamic_update_slice_in_dim(tokens, sample(logits, sampling), start, 0)
-
-    num_tiles = -(-batch.num_samples // tile_rows)
-    tokens = lax.fori_loop(0, num_tiles, sample_tile, jnp.zeros(num_rows + padding, jnp.int32))
-    return tokens[:num_rows]
-
-
 def padding_batch(config: EngineConfig, num_tokens: int, max_query_len: int) -> ModelInput:
     """A batch of this shape without any request: it computes on the null block alone."""
     num_rows = config.num_rows_for(num_tokens)
@@ -164,6 +179,7 @@ def padding_batch(config: EngineConfig, num_tokens: int, max_query_len: int) -> 
             temperature=zeros(num_rows, dtype=np.float32),
             top_k=zeros(num_rows),
             top_p=np.ones(num_rows, np.float32),
+            min_p=zeros(num_rows, dtype=np.float32),
             seed=zeros(num_rows, 2, dtype=np.uint32),
             sample_index=zeros(num_rows, dtype=np.uint32),
             num_outputs=zeros(num_rows, dtype=np.uint32),

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pagedjax.detokenizer import Detokenizer
-from pagedjax.outputs import CompletionOutput, RequestOutput
+from pagedjax.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
 from pagedjax.request import FinishReason, Request
+from pagedjax.sampling.log_entries import StepLogprobs, entry_of
 from pagedjax.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -17,15 +18,21 @@ logger = logging.getLogger(__name__)
 class _Completion:
     request: Request
     detokenizer: Detokenizer | None
+    logprobs: list[LogprobsOfPosition] = field(default_factory=list)
+    prompt_logprobs: list[LogprobsOfPosition | None] = field(default_factory=lambda: [None])
+    cumulative_logprob: float = 0.0
 
     def output(self) -> CompletionOutput:
         request = self.request
+        wants_logprobs = request.params.logprobs is not None
         return CompletionOutput(
             index=request.sample_index,
             text=self.detokenizer.text if self.detokenizer else "",
             token_ids=request.output_token_ids,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            logprobs=list(self.logprobs) if wants_logprobs else None,
+            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
         )
 
 
@@ -42,12 +49,14 @@ class _Group:
         return all(completion.request.is_finished for completion in self.completions)
 
     def output(self) -> RequestOutput:
+        first = self.completions[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=list(self.completions[0].request.prompt_token_ids),  # the caller may change it
+            prompt_token_ids=list(first.request.prompt_token_ids),  # the caller may change it
             outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
+            prompt_logprobs=None if first.request.params.prompt_logprobs is None else list(first.prompt_logprobs),
         )
 
 
@@ -66,12 +75,16 @@ class OutputProcessor:
         self.groups[request_id] = group
         self._group_of.update((request, group) for request in requests)
 
-    def process(self, updated: Iterable[Request], scheduler: Scheduler) -> list[RequestOutput]:
+    def process(
+        self, updated: Iterable[Request], scheduler: Scheduler, logprobs: StepLogprobs | None = None
+    ) -> list[RequestOutput]:
         """Adds each request's newest token to its text and ends those that complete a stop string.
 
-        Returns one output per user's request that got a token, in that order.
+        Returns one output per user's request that got a token or ended, in that order.
         """
         touched: dict[_Group, None] = {}
+        if logprobs is not None:
+            self._add_logprobs(logprobs)
         for request in updated:
             group = self._group_of[request]
             touched[group] = None
@@ -106,6 +119,29 @@ class OutputProcessor:
                     logger.exception("request %r is aborted without the end of its text", group.request_id)
         return self._output(group)
 
+    def _add_logprobs(self, step: StepLogprobs) -> None:
+        for request, row in step.of_outputs():
+            completion = self._completion_of(request)
+            if completion and len(completion.logprobs) < request.num_output_tokens:  # it did get its token
+                token_id = request.token_ids[-1]
+                entry = entry_of(step.logprobs, row, token_id, request.params.logprobs, self._text_of)
+                completion.logprobs.append(entry)
+                completion.cumulative_logprob += entry[token_id].logprob
+        for request, row in step.of_prompts():
+            if completion := self._completion_of(request):
+                token_id, wanted = request.prompt_token_ids[request.num_prompt_logprobs], request.params.prompt_logprobs
+                entry = entry_of(step.prompt_logprobs, row, token_id, wanted, self._text_of)
+                completion.prompt_logprobs.append(entry)
+                request.num_prompt_logprobs += 1
+
+    def _completion_of(self, request: Request) -> _Completion | None:
+        """None for a request that was aborted since the step began."""
+        group = self._group_of.get(request)
+        return group.completions[request.sample_index] if group else None
+
+    def _text_of(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id])
+
     def _output(self, group: _Group) -> RequestOutput:
         output = group.output()
         if output.finished:
@@ -121,6 +157,7 @@ class OutputProcessor:
         return Detokenizer(
             self.tokenizer,
             params.stop_strings,
+            min_tokens=params.min_tokens,
             include_stop_str=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )

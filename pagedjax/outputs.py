@@ -3,6 +3,22 @@
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True)
+class Logprob:
+    """How likely a token was at its position."""
+
+    logprob: float
+    """Natural logarithm of its probability, of the whole vocabulary's log-softmax."""
+    rank: int
+    """1 for the most likely token; equal ones share the best rank."""
+    decoded_token: str | None = None
+    """The token by itself as text, which may be half a character; None without a tokenizer."""
+
+
+LogprobsOfPosition = dict[int, Logprob]
+"""By token id, most likely first: as many as were asked for, and the token that stands there wherever it ranks."""
+
+
 @dataclass
 class CompletionOutput:
     """One of the n completions of a request."""
@@ -16,6 +32,10 @@ class CompletionOutput:
     """None while running; "stop", "length", "abort" or "error"."""
     stop_reason: int | str | None = None
     """The stop token id or stop string; None for end-of-sequence and for other reasons."""
+    logprobs: list[LogprobsOfPosition] | None = None
+    """One entry per id in `token_ids`; None unless asked for."""
+    cumulative_logprob: float | None = None
+    """The sum over `token_ids`; None unless logprobs were asked for."""
 
     @property
     def finished(self) -> bool:
@@ -32,6 +52,26 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
+    prompt_logprobs: list[LogprobsOfPosition | None] | None = None
+    """One entry per prompt token, the first None, as nothing comes before it; grows with the chunks of the prompt. None
+    unless asked for."""
+
+
+@dataclass(frozen=True)
+class ScoreOutput:
+    """How likely a model finds a continuation, or a text from its second token on."""
+
+    token_ids: list[int]
+    """The tokens that are scored."""
+    logprobs: list[float]
+    """Of each, given all before it."""
+    is_greedy: bool
+    """Whether each of them is a most likely token."""
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all of them together."""
+        return sum(self.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 import enum
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
@@ -48,6 +49,10 @@ class Request:
     """The model's end-of-sequence ids; empty with `ignore_eos`."""
     stop_token_ids: frozenset[int] = frozenset()
     """The caller's own: one of these that ends the request is its `stop_reason`."""
+    ignored_eos_token_ids: frozenset[int] = frozenset()
+    """The model's end-of-sequence ids with `ignore_eos`: like the others, they do not come before `min_tokens`."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """`params.bad_words` as token ids."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and outputs."""
     num_computed_tokens: int = 0
@@ -58,9 +63,18 @@ class Request:
     stop_reason: int | str | None = None
     """The token id or the string that stopped it; None for an end-of-sequence token or another reason."""
     num_preemptions: int = 0
+    edits_cache: Any = None
+    """What `sampling.edits` keeps between steps."""
+    num_prompt_logprobs: int = 1
+    """Prompt positions whose log-probabilities are known; the first has none. A preemption does not lose them."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it samples at all, or only wants to know about its prompt."""
+        return self.params.max_tokens != 0
 
     @property
     def num_tokens(self) -> int:

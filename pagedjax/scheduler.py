@@ -25,6 +25,8 @@ class SchedulerOutput:
     attention of neighbours takes about as long), then chunks."""
     sampling: list[Request] = field(default_factory=list)
     """Those that have caught up after this step and so sample their next token, in batch order."""
+    scored: list[Request] = field(default_factory=list)
+    """Those that have caught up and end with that: they generate nothing (`max_tokens=0`)."""
     preempted: list[Request] = field(default_factory=list)
     """Those that lost their blocks for this step."""
 
@@ -73,13 +75,15 @@ class Scheduler:
         if request.request_id in self:
             raise ValueError(f"{name} is not finished yet: choose another request_id")
         num_prompt = len(request.prompt_token_ids)
-        if not 1 <= num_prompt < config.max_seq_len:
+        limit = config.max_prompt_len(generates=request.generates)
+        if not 1 <= num_prompt <= limit:
             raise ValueError(
                 f"{name} can never fit: its prompt has {num_prompt} tokens ({config.num_blocks_for(num_prompt)} blocks "
-                f"of {config.block_size}), expected 1 to {config.max_seq_len - 1}: the pool has {config.num_blocks} "
-                f"blocks, and max_model_len is {config.max_model_len} with at least one token of output"
+                f"of {config.block_size}), expected 1 to {limit}: the pool has {config.num_blocks} "
+                f"blocks, and max_model_len is {config.max_model_len}"
+                + (" with at least one token of output" if request.generates else "")
             )
-        assert num_prompt < request.max_num_tokens <= config.max_seq_len, f"{name}: max_num_tokens out of range"
+        assert num_prompt <= request.max_num_tokens <= config.max_seq_len, f"{name}: max_num_tokens out of range"
         self.waiting[request.request_id] = request
 
     def abort(self, request_id: str) -> Request | None:
@@ -137,8 +141,10 @@ class Scheduler:
         assert num_new_tokens or not self.has_unfinished, "a step without progress"
         assert all(num_new_tokens.values()), "a running request is starved"
         batch = _in_batch_order(num_new_tokens)
-        sampling = [request for request, num_new in batch.items() if _num_left(request) == num_new]
-        return SchedulerOutput(batch, sampling, preempted)
+        caught_up = [request for request, num_new in batch.items() if _num_left(request) == num_new]
+        sampling = [request for request in caught_up if request.generates]
+        scored = [request for request in caught_up if not request.generates]
+        return SchedulerOutput(batch, sampling, scored, preempted)
 
     def update(self, scheduled: SchedulerOutput, sampled: Iterable[SupportsInt]) -> list[Request]:
         """Appends the tokens sampled for `scheduled.sampling` and ends those that are done.
@@ -148,6 +154,9 @@ class Scheduler:
         for request, num_new in scheduled.num_new_tokens.items():
             if request.status is RequestStatus.RUNNING:
                 request.num_computed_tokens += num_new
+        for request in scheduled.scored:
+            if request.status is RequestStatus.RUNNING:
+                self.finish(request, FinishReason.LENGTH)
         updated = []
         for request, token_id in zip(scheduled.sampling, map(int, sampled), strict=True):
             if request.status is not RequestStatus.RUNNING:
@@ -176,7 +185,8 @@ class Scheduler:
         assert all(request.request_id == key for key, request in chain(self.running.items(), self.waiting.items()))
         for request in self.running.values():
             assert request.status is RequestStatus.RUNNING
-            assert 0 < request.num_computed_tokens < request.num_tokens < request.max_num_tokens
+            assert 0 < request.num_computed_tokens < request.num_tokens <= request.max_num_tokens
+            assert request.num_tokens < request.max_num_tokens or not request.generates
             assert len(request.block_table) == self.config.num_blocks_for(request.num_computed_tokens)
         for request in self.waiting.values():
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)

@@ -11,7 +11,7 @@ from pagedjax.batch import build_batch
 from pagedjax.config import EngineConfig
 from pagedjax.model_input import ModelInput
 from pagedjax.request import Request, RequestStatus
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
 from pagedjax.scheduler import Scheduler, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -37,7 +37,7 @@ def assert_array(got, dtype, expected):
 
 def mixed_step() -> SchedulerOutput:
     """Two decodes, the end of a prompt and the beginning of one."""
-    params = SamplingParams(temperature=0.5, top_k=-1, top_p=0.25)
+    params = SamplingParams(temperature=0.5, top_k=-1, top_p=0.25, min_p=0.5)
     short = running([1, 2, 3], [4, 5, 6], num_computed=5, blocks=[3, 5])
     long = running([7, 8, 9, 11, 12, 13, 14, 15], [16], 8, [1, 7, 2], params, seed=2**32 + 7, sample_index=3)
     end = running([20, 21, 22, 23, 24, 25, 26], [], 3, [4, 8], SamplingParams(top_k=40), seed=2**64 - 1)
@@ -62,6 +62,7 @@ def test_a_mixed_step():
     assert_array(batch.sampling.temperature, np.float32, [0.0, 0.5, 1.0, 0.0, 0.0])
     assert_array(batch.sampling.top_k, np.int32, [0, 0, 40, 0, 0])
     assert_array(batch.sampling.top_p, np.float32, [1.0, 0.25, 1.0, 1.0, 1.0])
+    assert_array(batch.sampling.min_p, np.float32, [0.0, 0.5, 0.0, 0.0, 0.0])
     assert_array(batch.sampling.seed, np.uint32, [[0, 0], [1, 7], [2**32 - 1, 2**32 - 1], [0, 0], [0, 0]])
     assert_array(batch.sampling.sample_index, np.uint32, [0, 3, 0, 0, 0])
     assert_array(batch.sampling.num_outputs, np.uint32, [3, 1, 0, 0, 0])
@@ -158,7 +159,7 @@ def test_a_batch_is_a_pytree_whose_max_query_len_belongs_to_the_program():
     assert passed.attn.max_query_len == 16
     for given, returned in zip(jax.tree.leaves(batch), jax.tree.leaves(passed), strict=True):
         assert (given.dtype, given.shape) == (returned.dtype, returned.shape)
-    assert len(jax.tree.leaves(batch)) == 14
+    assert len(jax.tree.leaves(batch)) == 15
     avals = jax.eval_shape(lambda batch: batch, batch)
     assert avals.attn.slot_mapping == jax.ShapeDtypeStruct((16,), np.int32)
 

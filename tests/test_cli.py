@@ -13,46 +13,34 @@ import pytest
 from typer.testing import CliRunner
 
 import pagedjax
-from pagedjax import cli
 from pagedjax.outputs import CompletionOutput, RequestOutput
+from pagedjax.serving import cli
 
 ROOT = Path(__file__).parents[1]
 
 
-class FakeEngine:
-    """One request at a time; says the answer character by character, one token each."""
+class FakeStream:
+    """Says an answer character by character, one token each."""
 
-    def __init__(self):
-        self.answers: dict[str, str] = {}
-        self.said: dict[str, int] = {}
-        self.aborted: list[str] = []
-        self.interrupt_after: int | None = None
+    def __init__(self, answer: str, interrupt_after: int | None):
+        self.answer, self.interrupt_after = answer, interrupt_after
+        self.num_said, self.is_closed = 0, False
 
-    def add_request(self, prompt, params, request_id=None):
-        if len(prompt) > 400:
-            raise ValueError(f"prompt has {len(prompt)} tokens,\nexpected at most 400")
-        request_id = request_id or f"request-{len(self.answers) + len(self.aborted)}"
-        self.answers[request_id], self.said[request_id] = f"echo {bytes(prompt).decode()}", 0
-        return request_id
+    def __iter__(self):
+        return self
 
-    def has_unfinished(self):
-        return any(self.said[i] < len(answer) for i, answer in self.answers.items() if i not in self.aborted)
+    def __next__(self):
+        if self.num_said == self.interrupt_after:
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.is_closed or self.num_said == len(self.answer):
+            raise StopIteration
+        self.num_said += 1
+        text = self.answer[: self.num_said]
+        completion = CompletionOutput(index=0, text=text, token_ids=list(text.encode()))
+        return RequestOutput("0", None, [1], [completion], finished=text == self.answer)
 
-    def abort(self, request_id):
-        self.aborted.append(request_id)
-
-    def step(self):
-        outputs = []
-        for request_id, answer in self.answers.items():
-            if request_id in self.aborted or self.said[request_id] == len(answer):
-                continue
-            self.said[request_id] += 1
-            if self.said[request_id] == self.interrupt_after:
-                os.kill(os.getpid(), signal.SIGINT)
-            text = answer[: self.said[request_id]]
-            completion = CompletionOutput(index=0, text=text, token_ids=list(text.encode()))
-            outputs.append(RequestOutput(request_id, None, [1], [completion], finished=text == answer))
-        return outputs
+    def close(self):
+        self.is_closed = True
 
 
 class FakeLLM:
@@ -67,8 +55,7 @@ class FakeLLM:
     def __init__(self, model, **options):
         self.model, self.options, self.calls = model, options, []
         self.tokenizer = SimpleNamespace(chat_template=self.chat_template)
-        self.engine = FakeEngine()
-        self.engine.interrupt_after = self.interrupt_after
+        self.streams: list[FakeStream] = []
         FakeLLM.made.append(self)
 
     def generate(self, prompts, params, use_tqdm=True):
@@ -89,6 +76,12 @@ class FakeLLM:
 
     def render_chat(self, messages):
         return list("|".join(message["content"] for message in messages).encode())
+
+    def stream(self, prompt, params):
+        if len(prompt) > 400:
+            raise ValueError(f"prompt has {len(prompt)} tokens,\nexpected at most 400")
+        self.streams.append(FakeStream(f"echo {bytes(prompt).decode()}", self.interrupt_after))
+        return self.streams[-1]
 
     def stats(self):
         return SimpleNamespace(num_blocks=64, peak_blocks_used=3, num_preemptions=1)
@@ -241,7 +234,7 @@ import sys, pagedjax
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from test_cli import FakeLLM
 pagedjax.LLM = FakeLLM
-from pagedjax.cli import main
+from pagedjax.serving.cli import main
 sys.argv = ["pagedjax", "generate", "m", "--json", "--file", "-"]
 main()
 """
@@ -306,7 +299,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(fake_llm):
     fake_llm.setattr(FakeLLM, "interrupt_after", 6)
     result = run_on_terminal(fake_llm, ["one", "two"])
     assert (result.exit_code, result.stdout) == (0, "echo o\necho o\n\n")
-    assert len(FakeLLM.made[0].engine.aborted) == 2
+    assert [stream.is_closed for stream in FakeLLM.made[0].streams] == [True, True]
     assert signal.getsignal(signal.SIGINT) is handler
 
 

@@ -370,6 +370,34 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string():
     assert shown == ["", "", "a", "aaa", "aaa", "aaaxy", "aaaxyab"]
 
 
+@given(
+    text=st.text("ab", max_size=20),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 20),
+    include=st.booleans(),
+)
+def test_stop_strings_that_the_first_tokens_complete_do_not_count(text, stops, min_tokens, include):
+    detokenizer = Detokenizer(BYTE_LEVEL, stops, min_tokens=min_tokens, include_stop_str=include)
+    stop = detokenizer.append(byte_ids(text))
+    detokenizer.finish()
+    ends = range(min_tokens + 1, len(text) + 1)  # a character is a token here
+    matches = [(end, max(found, key=len)) for end in ends if (found := [s for s in stops if text[:end].endswith(s)])]
+    end, expected = matches[0] if matches else (len(text), None)
+    assert (stop, detokenizer.num_tokens) == (expected, end)
+    assert detokenizer.text == text[: end if include or expected is None else end - len(expected)]
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(4, ("a", "🙂", 5)), (5, ("a", "🙂b", 6)), (6, ("a🙂b", None, 6))]
+)
+def test_a_stop_string_may_begin_before_min_tokens(min_tokens, expected):
+    ids = [SENTENCEPIECE.get_vocab()["a"], *(3 + byte for byte in "🙂".encode()), SENTENCEPIECE.get_vocab()["b"]]
+    detokenizer = Detokenizer(SENTENCEPIECE, ["🙂", "🙂b"], min_tokens=min_tokens)
+    stop = detokenizer.append(ids)
+    detokenizer.finish()
+    assert (detokenizer.text, stop, detokenizer.num_tokens) == expected
+
+
 # --- cost ---
 
 

@@ -31,7 +31,7 @@ from tiny_engine import (
 
 from pagedjax.batch import build_batch
 from pagedjax.request import RequestStatus
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
 
 RANDOM = {"temperature": 20.0, "seed": 7, "ignore_eos": True}
 """The tiny model's logits are far apart: at this temperature about ten tokens are likely."""

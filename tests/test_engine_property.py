@@ -18,7 +18,7 @@ from tiny_engine import (
     tiny_engine,
 )
 
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,22 @@ class Layer(NamedTuple):
 LAYERS = (
     Layer("pallas_kernels pallas_kernels.*", only=frozenset({"jax", "jaxtyping", "numpy"})),
     Layer("paths models.config models.catalogue", never=DEVICE),
-    Layer("model_input kv_cache sampler"),
+    Layer("model_input kv_cache sampling.sampler sampling.logits sampling.logprobs"),
     Layer("models models.*"),
-    Layer("config sampling_params request outputs block_allocator prefix_cache detokenizer", never=DEVICE),
+    Layer(
+        "config request outputs block_allocator detokenizer "
+        "sampling sampling.params sampling.checks sampling.processors sampling.edits",
+        never=DEVICE,
+    ),
     Layer("scheduler", never=DEVICE),
-    Layer("batch output_processor"),
+    Layer("sampling.extras sampling.log_entries", never=DEVICE),
+    Layer("batch output_processor sampling.pipeline sampling.rows"),
     Layer("model_runner"),
     Layer("engine"),
+    Layer("streaming"),
     Layer("llm functional"),
     Layer(""),  # pagedjax itself: the public names, each imported when first asked for
-    Layer("cli __main__ serving serving.*"),
+    Layer("__main__ serving serving.*"),
 )
 PLACES = {
     f"pagedjax.{name}".rstrip("."): rank for rank, row in enumerate(LAYERS) for name in row.modules.split() or [""]
@@ -109,7 +115,7 @@ def short_names(module: str, names: set[str]) -> list[str]:
 def package_sources() -> dict[str, str]:
     """{module name: source} of the whole package, the symlinked folders included."""
     package = ROOT / "pagedjax"
-    files = list(package.glob("*.py"))
+    files = [*package.glob("*.py"), *(package / "sampling").glob("*.py")]
     for folder in FOLDERS:
         files += (package / folder).rglob("*.py")
     sources = {}
@@ -206,6 +212,6 @@ def test_a_good_package_passes():
         "pagedjax.paths": "import os",
         "pagedjax.scheduler": "import numpy as np\nfrom pagedjax.paths import cache_folder",
         "pagedjax.engine": "import jax\nfrom pagedjax.scheduler import Scheduler",
-        "pagedjax.cli": "import pagedjax\nimport typer",
+        "pagedjax.serving.cli": "import pagedjax\nimport typer",
     }
     assert violations(package) == []

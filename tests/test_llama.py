@@ -20,7 +20,7 @@ from pagedjax.models.config import ModelConfig, config_from_hf
 from pagedjax.models.llama import LlamaForCausalLM, Params
 from pagedjax.models.weights import build_params
 from pagedjax.request import Request
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
 from pagedjax.scheduler import SchedulerOutput
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -40,7 +40,8 @@ from pagedjax.kv_cache import KVCache, bytes_per_block, init_kv_cache
 from pagedjax.model_runner import ModelRunner, padding_batch
 from pagedjax.models import llama
 from pagedjax.pallas_kernels.attention import IMPLEMENTATIONS
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling import rows
+from pagedjax.sampling.params import SamplingParams
 
 MARKER = 12345.0
 
@@ -262,7 +263,7 @@ def counting_compiles() -> Iterator[Callable[[], int]]:
 
 
 def programs_in_caches() -> int:
-    programs: tuple[Any, ...] = (llama._embed, llama._paged_layer, model_runner._sample_rows)
+    programs: tuple[Any, ...] = (llama._embed, llama._paged_layer, rows.sample_rows)
     return sum(program._cache_size() for program in programs)
 
 
@@ -366,7 +367,7 @@ def fail_in_layer_1(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fail_in_sampling(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample_rows, calls = model_runner._sample_rows, []
+    sample_rows, calls = model_runner.sample_rows, []
 
     def planted(*args: Any) -> Any:
         calls.append(1)
@@ -374,7 +375,7 @@ def fail_in_sampling(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None
             raise RuntimeError("planted")
         return sample_rows(*args)
 
-    monkeypatch.setattr(model_runner, "_sample_rows", planted)
+    monkeypatch.setattr(model_runner, "sample_rows", planted)
 
 
 def fail_around_the_step(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:

@@ -1,6 +1,8 @@
 """The sampler against exact distributions and a plain sort; and random streams: a row never feels its neighbours."""
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,37 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from sampling_cases import candidates, distribution, kept_by_sorting, normal_logits, sampling_input
 from scipy.stats import chisquare
 from tiny_engine import greedy, prompt_of, reference, run_all, tiny_engine, unchecked
 
 from pagedjax.model_input import SamplingInput
-from pagedjax.sampler import _candidates, sample
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
+from pagedjax.sampling.sampler import sample
 
 jit_sample = jax.jit(sample)
-jit_candidates = jax.jit(_candidates)
-UncheckedParams = unchecked("pagedjax.sampling_params").SamplingParams
+UncheckedParams = unchecked("pagedjax.sampling.params").SamplingParams
 
 PROBS = np.array([0.5, 0.3, 0.15, 0.05])
-
-
-def sampling_input(num_rows: int, **columns: Any) -> SamplingInput:
-    """One value for all rows or one per row; `seed` as a 64-bit int. Rows differ in `num_outputs` by default."""
-
-    def column(name: str, default: Any, dtype: type) -> np.ndarray:
-        return np.broadcast_to(np.asarray(columns.pop(name, default), dtype), (num_rows,)).copy()
-
-    seed = column("seed", 0, np.uint64)
-    out = SamplingInput(
-        temperature=column("temperature", 1.0, np.float32),
-        top_k=column("top_k", 0, np.int32),
-        top_p=column("top_p", 1.0, np.float32),
-        seed=np.stack([seed >> 32, seed & 0xFFFFFFFF], axis=1).astype(np.uint32),
-        sample_index=column("sample_index", 0, np.uint32),
-        num_outputs=column("num_outputs", np.arange(num_rows), np.uint32),
-    )
-    assert not columns
-    return out
 
 
 def draw(logits: np.ndarray, num_draws: int, **columns: Any) -> np.ndarray:
@@ -51,45 +34,6 @@ def draw(logits: np.ndarray, num_draws: int, **columns: Any) -> np.ndarray:
         for start in range(0, num_draws, batch)
     ]
     return np.concatenate(drawn)[:num_draws]
-
-
-def kept_by_sorting(
-    logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> tuple[np.ndarray, float]:
-    """The candidate set the plain way, sorted, in f64; ties of the last one kept are kept. And how far top_p is from
-    the next cumulative probability: within f32's reach, rounding decides.
-    """
-    logits = logits.astype(np.float64)
-    kept = np.ones(len(logits), bool)
-    margin = 1.0
-    if top_k > 0:
-        kept &= logits >= np.sort(logits)[::-1][min(top_k, len(logits)) - 1]
-    if top_p < 1:
-        weights = np.where(kept, np.exp((logits - logits.max()) / temperature), 0)
-        order = np.argsort(-logits, kind="stable")
-        cumulative = np.cumsum(weights[order]) / weights.sum()
-        margin = np.abs(cumulative - top_p).min()
-        kept &= logits >= logits[order][np.argmax(cumulative >= top_p)]
-    return kept, margin
-
-
-def distribution(logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-    """The exact probabilities, f64."""
-    kept, _ = kept_by_sorting(logits, temperature, top_k, top_p)
-    weights = np.where(kept, np.exp((logits.astype(np.float64) - logits.max()) / temperature), 0)
-    return weights / weights.sum()
-
-
-def candidates(logits: np.ndarray, **columns: Any) -> np.ndarray:
-    """Which tokens may be drawn, bool[S, V]."""
-    sampling = sampling_input(len(logits), **columns)
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature[:, None]
-    weights = jnp.exp(jnp.asarray(scaled, jnp.float32))
-    return np.asarray(jit_candidates(jnp.asarray(logits), weights, sampling.top_k, sampling.top_p))
-
-
-def normal_logits(size: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(0, scale, size).astype(np.float32)
 
 
 # Greedy.
@@ -180,18 +124,97 @@ def test_b24_top_p_acts_after_the_temperature():
     temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0, 50.0]),
     top_k=st.sampled_from([0, 1, 2, 3, 7, 50, 299, 300, 2**31 - 1]),
     top_p=st.sampled_from([1.0, 0.999]) | st.floats(0, 1, width=32),
+    min_p=st.sampled_from([0.0, 1.0]) | st.floats(2**-13, 1, width=32),
 )
-def test_candidates_are_those_of_a_plain_sort(seed, is_coarse, temperature, top_k, top_p):
+def test_candidates_are_those_of_a_plain_sort(seed, is_coarse, temperature, top_k, top_p, min_p):
     rng = np.random.default_rng(seed)
     logits = (rng.integers(-4, 5, 300) if is_coarse else rng.normal(0, rng.uniform(0.1, 8), 300)).astype(np.float32)
-    expected, margin = kept_by_sorting(logits, temperature, top_k, top_p)
+    expected, margin = kept_by_sorting(logits, temperature, top_k, top_p, min_p)
     assume(margin > 1e-5)
     other = normal_logits(300, seed + 1)
     for row in range(2):  # beside another row, on either side
         rows = np.stack([logits, other] if row == 0 else [other, logits])
-        columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         mixed = {name: np.array([value, 1] if row == 0 else [1, value]) for name, value in columns.items()}
         assert np.array_equal(candidates(rows, **mixed)[row], expected)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_rows=st.sampled_from([1, 3, 8, 11, 24]),
+    kind=st.sampled_from(["normal", "bfloat16", "uniform", "tied", "masked", "peaked"]),
+)
+def test_candidates_of_batches_of_all_kinds(seed, num_rows, kind):
+    """Tiles of rows, the last of them filled up; logits with ties, without any, and with -inf."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 4, (num_rows, 700)).astype(np.float32)
+    if kind == "bfloat16":
+        logits = np.array(jnp.asarray(logits, jnp.bfloat16), np.float32)
+    elif kind == "uniform":
+        logits = rng.uniform(-1e-3, 1e-3, logits.shape).astype(np.float32)
+    elif kind == "tied":
+        logits[:] = rng.choice([-7.5, 1.0], (num_rows, 1))
+    elif kind == "masked":
+        logits[:, rng.random(700) < 0.97] = -np.inf
+    elif kind == "peaked":
+        logits[:, 300] += 200
+    columns = {
+        "temperature": rng.choice([0.3, 1.0, 2.0], num_rows).astype(np.float32),
+        "top_k": rng.choice([0, 1, 5, 40, 2000], num_rows),
+        "top_p": rng.choice([0.2, 0.71, 0.97, 1.0], num_rows).astype(np.float32),
+        "min_p": rng.choice([0.0, 0.013, 0.31], num_rows).astype(np.float32),
+    }
+    kept = candidates(logits, **columns)
+    weights = np.exp((logits - logits.max(axis=-1, keepdims=True)).astype(np.float64))
+    for row in range(num_rows):
+        options: dict[str, Any] = {name: float(column[row]) for name, column in columns.items()}
+        expected, margin = kept_by_sorting(logits[row], **options | {"top_k": int(columns["top_k"][row])})
+        if margin > 1e-5:
+            is_possible = weights[row] > 0
+            assert np.array_equal(kept[row] & is_possible, expected & is_possible), (row, options)
+
+
+def test_the_last_ulp_of_a_logit_counts():
+    """Neighbouring floats, of either sign and around 0: the bisection has to go through all bits."""
+    for base in (-3.0, -1e-30, 1e-30, 0.5, 3.0):
+        low = np.float32(base)
+        logits = np.full((1, 300), low)
+        logits[0, [7, 290]] = np.nextafter(low, np.float32(np.inf))
+        logits[0, 100] = np.nextafter(logits[0, 7], np.float32(np.inf))
+        assert np.flatnonzero(candidates(logits, top_k=1)[0]).tolist() == [100]
+        assert np.flatnonzero(candidates(logits, top_k=2)[0]).tolist() == [7, 100, 290]
+        assert candidates(logits, top_k=4)[0].all()
+        assert np.flatnonzero(candidates(logits, top_p=0.002)[0]).tolist() == [100]
+        assert np.flatnonzero(candidates(logits, top_p=0.009)[0]).tolist() == [7, 100, 290]
+        assert candidates(logits, top_p=0.02)[0].all()
+
+
+# min_p.
+
+
+@pytest.mark.parametrize(("min_p", "num_kept"), [(0.0, 4), (0.05, 4), (0.2, 3), (0.5, 2), (0.7, 1), (1.0, 1)])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
+def test_min_p_keeps_a_share_of_the_largest(min_p, num_kept, order):
+    logits = np.log(PROBS)[order].astype(np.float32)
+    kept = candidates(logits[None], min_p=min_p)[0]
+    assert kept.tolist() == [rank < num_kept for rank in order]
+    assert set(draw(logits, 4096, min_p=min_p).tolist()) == set(np.flatnonzero(kept).tolist())
+
+
+def test_min_p_acts_after_the_temperature_and_beside_the_other_filters():
+    logits = np.log(PROBS).astype(np.float32)[None]
+    assert candidates(logits, min_p=0.5)[0].sum() == 2
+    assert candidates(logits, min_p=0.5, temperature=0.5)[0].sum() == 1  # squares: 0.36
+    assert candidates(logits, min_p=0.5, temperature=100.0)[0].sum() == 4
+    assert candidates(logits, min_p=0.2, top_k=2)[0].sum() == 2
+    assert candidates(logits, min_p=0.2, top_p=0.6)[0].sum() == 2
+    assert candidates(logits, min_p=0.5, top_p=0.97, top_k=3)[0].sum() == 2
+
+
+def test_min_p_of_1_keeps_what_ties_with_the_largest():
+    logits = np.array([[0, 5, 2, 5]], np.float32)
+    assert candidates(logits, min_p=1.0)[0].tolist() == [False, True, False, True]
+    assert set(draw(logits[0], 200, min_p=1.0).tolist()) == {1, 3}
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -208,24 +231,43 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
     return chisquare(observed, wanted).pvalue
 
 
+@partial(jax.jit, static_argnums=2)
+def count_draws(logits: jax.Array, options: SamplingInput, num_batches: int) -> jax.Array:
+    """How often each token comes in `num_batches` x 4,096 draws; `options` are those of a batch."""
+    rows = jnp.broadcast_to(logits, (4096, len(logits)))
+
+    def tokens_of(batch: jax.Array) -> jax.Array:
+        return sample(rows, replace(options, num_outputs=options.num_outputs + 4096 * batch))
+
+    tokens = jax.lax.map(tokens_of, jnp.arange(num_batches, dtype=jnp.uint32))
+    return jnp.bincount(tokens.reshape(-1), length=len(logits))
+
+
 @pytest.mark.parametrize(
     ("vocab_size", "options"),
     [
-        (300, {}),
-        (300, {"temperature": 0.5}),
-        (300, {"temperature": 2.0}),
-        (300, {"top_k": 7}),
-        (300, {"top_p": 0.8}),
-        (300, {"temperature": 1.5, "top_k": 40, "top_p": 0.7}),
+        (50, {}),
+        (50, {"temperature": 0.5}),
+        (50, {"temperature": 2.0}),
+        (50, {"top_k": 7}),
+        (50, {"top_p": 0.8}),
+        (50, {"min_p": 0.1}),
+        (50, {"temperature": 1.5, "top_k": 20, "top_p": 0.9}),
+        (50, {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.05}),
         (4, {}),
-        (1000, {"temperature": 0.3}),
+        (300, {}),
+        (300, {"temperature": 1.5, "top_k": 40, "top_p": 0.7}),
+        (1000, {"temperature": 1.5, "min_p": 0.02, "top_p": 0.95}),
     ],
     ids=str,
 )
 def test_draws_follow_the_exact_distribution(vocab_size, options):
-    logits = normal_logits(vocab_size, seed=3, scale=2.0)
-    counts = np.bincount(draw(logits, 20_480, seed=11, **options), minlength=vocab_size)
-    assert p_value(counts, distribution(logits, **options)) > 1e-3
+    """204,800 draws; from two levels where there is more than one group of 256."""
+    logits = normal_logits(vocab_size, seed=4, scale=1.5)
+    counts = np.asarray(count_draws(jnp.asarray(logits), sampling_input(4096, seed=11, **options), 50))
+    assert counts.sum() == 204_800
+    assert (counts > 0).sum() > 3, "hardly any candidates"
+    assert p_value(counts.copy(), distribution(logits, **options)) > 1e-3
 
 
 def test_the_statistic_sees_a_temperature_that_is_off():
@@ -267,8 +309,8 @@ def test_b26_a_tiny_temperature_is_greedy(temperature):
     logits = np.stack([np.array(jnp.asarray(normal_logits(300, seed), jnp.bfloat16), np.float32) for seed in range(8)])
     logits += (logits == logits.max(axis=-1, keepdims=True)) * np.float32(0.01)  # no ties, and gaps of 0.01
     column = np.where(np.arange(8) % 2, 1.0, params.temperature)  # beside rows of temperature 1
-    for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.9), (5, 0.9)):
-        sampling = sampling_input(8, temperature=column, top_k=top_k, top_p=top_p)
+    for top_k, top_p, min_p in ((0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.02), (5, 0.9, 0.02)):
+        sampling = sampling_input(8, temperature=column, top_k=top_k, top_p=top_p, min_p=min_p)
         tokens = np.asarray(jit_sample(jnp.asarray(logits), sampling))
         assert tokens[::2].tolist() == logits.argmax(axis=-1)[::2].tolist()
         assert (tokens[1::2] != logits.argmax(axis=-1)[1::2]).any()
@@ -293,7 +335,9 @@ def test_b26_what_is_one_is_taken(temperature):
     assert UncheckedParams(temperature=temperature).temperature == temperature
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}], ids=str
+)
 def test_b26_mixed_temperatures_in_one_batch(options):
     """Each row of a batch with everything in it draws what it draws alone."""
     logits = normal_logits(300 * 8, scale=3.0).reshape(8, 300)
@@ -314,12 +358,14 @@ STUB_LOGITS = normal_logits(16 * 300, seed=9).reshape(16, 300)
 
 def stream(num_rows: int, row: int, neighbours: dict[str, Any] | None = None) -> list[int]:
     """16 tokens of the request of seed 42 in row `row`; `neighbours` are the other rows' columns."""
-    columns = {"temperature": 1.0, "seed": 0, "top_k": 0, "top_p": 1.0, "sample_index": 0, **(neighbours or {})}
+    columns = {"temperature": 1.0, "seed": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sample_index": 0}
+    columns |= neighbours or {}
     tokens = []
     for step in range(16):
         logits = normal_logits(num_rows * 300, seed=100 * num_rows + row + step).reshape(num_rows, 300)
         logits[row] = STUB_LOGITS[step]
-        mine = {"temperature": 1.0, "seed": 42, "top_k": 0, "top_p": 1.0, "sample_index": 0, "num_outputs": step}
+        mine = {"temperature": 1.0, "seed": 42, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sample_index": 0}
+        mine["num_outputs"] = step
         mixed = {}
         for name, value in {**columns, "num_outputs": 3 * step + 1}.items():
             mixed[name] = np.array([mine[name] if i == row else value for i in range(num_rows)])
@@ -338,6 +384,7 @@ def test_b28_a_seeded_row_does_not_feel_its_neighbours():
             {"temperature": 0.0},
             {"temperature": 5.0, "top_k": 3},
             {"top_p": 0.5, "seed": 7},
+            {"min_p": 0.5, "top_k": 5},
         ):
             assert stream(num_rows, row, neighbours) == alone
 
@@ -383,6 +430,34 @@ def test_b28_unseeded_requests_differ():
         engine.add_request(prompt_of(10), SamplingParams(temperature=20.0, ignore_eos=True), str(i))
     finished = run_all(engine)
     assert finished["0"].outputs[0].token_ids != finished["1"].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}], ids=str
+)
+def test_b79_what_neighbours_hold_changes_no_bit_and_neither_does_the_place(options):
+    """The same shapes: a row in every place of a batch of 11, beside neighbours that want something else each time."""
+    mine = normal_logits(700, seed=1, scale=3.0)
+    fixed = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7, "num_outputs": 3, **options}
+    kept, tokens = [], []
+    for place in range(11):
+        rng = np.random.default_rng(place)
+        columns = {
+            "temperature": rng.choice([0.0, 0.5, 2.0], 11),
+            "top_k": rng.choice([0, 1, 300], 11),
+            "top_p": rng.choice([0.0, 0.5, 1.0], 11),
+            "min_p": rng.choice([0.0, 0.5], 11),
+            "seed": rng.integers(0, 9, 11),
+            "num_outputs": rng.integers(0, 9, 11),
+        }
+        for name, value in fixed.items():
+            columns[name][place] = value
+        logits = rng.normal(0, 5, (11, 700)).astype(np.float32)
+        logits[place] = mine
+        kept.append(candidates(logits, **columns)[place])
+        tokens.append(int(jit_sample(jnp.asarray(logits), sampling_input(11, **columns))[place]))
+    assert len(set(tokens)) == 1
+    assert (np.stack(kept) == kept[0]).all()
 
 
 # B29: seeds and n.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pagedjax.batch import build_batch
 from pagedjax.config import EngineConfig
 from pagedjax.request import FinishReason, Request, RequestStatus
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
 from pagedjax.scheduler import Scheduler, SchedulerOutput
 
 VOCAB_SIZE = 128

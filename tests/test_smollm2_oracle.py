@@ -17,7 +17,7 @@ from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM, Params
 from pagedjax.models.weights import expected_tensors
 from pagedjax.outputs import RequestOutput
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
 
 torch = pytest.importorskip("torch", reason="torch is the oracle")
 

@@ -28,8 +28,8 @@ from pagedjax.model_runner import ModelRunner
 from pagedjax.models.config import ModelConfig, RopeConfig
 from pagedjax.models.llama import LlamaForCausalLM, paged_step
 from pagedjax.outputs import RequestOutput
-from pagedjax.sampler import sample
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling.params import SamplingParams
+from pagedjax.sampling.sampler import sample
 
 VOCAB_SIZE = 128
 POOL_BLOCKS = 64
@@ -171,6 +171,8 @@ def unchecked_engine(**options: Any) -> LLMEngine:
 def unchecked_llm(**options: Any) -> LLM:
     module: Any = unchecked("pagedjax.llm")
     module.LLMEngine = unchecked("pagedjax.engine").LLMEngine
+    for name in ("SharedEngine", "Stream", "AsyncStream", "Inbox"):
+        setattr(module, name, getattr(unchecked("pagedjax.streaming"), name))
     return tiny_llm(module.LLM, **options)
 
 

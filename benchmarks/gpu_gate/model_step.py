@@ -14,7 +14,7 @@ from pagedjax.model_input import ModelInput
 from pagedjax.model_runner import padding_batch
 from pagedjax.models.config import ModelConfig, RopeConfig
 from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
-from pagedjax.sampler import sample
+from pagedjax.sampling.sampler import sample
 
 LLAMA_3_8B = ModelConfig(
     model_type="llama",

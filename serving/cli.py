@@ -228,22 +228,24 @@ def _lines() -> Iterator[str]:
 
 def _stream_answer(llm: Any, messages: list[dict[str, str]], params: Any) -> tuple[str, int]:
     """Prints an answer while it arrives; returns its text and number of tokens. Ctrl-C ends it early."""
-    request_id = llm.engine.add_request(llm.render_chat(messages), params)
+    stream = llm.stream(llm.render_chat(messages), params)
     text, num_tokens = "", 0
-    # Ctrl-C waits for the end of the step: an exception inside it would cost the KV pool.
     interrupted = threading.Event()
-    previous = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+
+    def interrupt(*_: Any) -> None:  # lets the step end: an exception inside it would cost the KV pool
+        interrupted.set()
+        stream.close()
+
+    previous = signal.signal(signal.SIGINT, interrupt)
     try:
-        while llm.engine.has_unfinished() and not interrupted.is_set():
-            for output in llm.engine.step():
-                completion = output.outputs[0]
-                print(completion.text[len(text) :], end="", flush=True)
-                text, num_tokens = completion.text, len(completion.token_ids)
+        for output in stream:
+            completion = output.outputs[0]
+            print(completion.text[len(text) :], end="", flush=True)
+            text, num_tokens = completion.text, len(completion.token_ids)
     finally:
         signal.signal(signal.SIGINT, previous)
+        stream.close()
     print(flush=True)
-    if interrupted.is_set():
-        llm.engine.abort(request_id)
-        if not _is_interactive():  # nobody is there to go on with
-            raise KeyboardInterrupt
+    if interrupted.is_set() and not _is_interactive():  # nobody is there to go on with
+        raise KeyboardInterrupt
     return text, num_tokens

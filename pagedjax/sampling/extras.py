@@ -1,0 +1,100 @@
+"""What a step is asked for beyond plain sampling: edits of the logits, processors, log-probabilities. Host only.
+
+A step without any of these has no extras, and everything here costs it one look at each request.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int32
+
+from pagedjax.request import Request
+from pagedjax.sampling.edits import LogitEdits, build_edits
+from pagedjax.sampling.processors import LogitsProcessor
+from pagedjax.scheduler import SchedulerOutput
+
+
+@dataclass(frozen=True)
+class PromptTargets:
+    """Prompt tokens whose log-probabilities this step computes, in the order of the requests that own them."""
+
+    requests: list[Request]
+    counts: list[int]
+    """How many of the tokens each of them has."""
+    source: Int32[np.ndarray, "n"]
+    """Which of the step's tokens comes before each."""
+    target: Int32[np.ndarray, "n"]
+    """The id of each."""
+    num_top: int
+
+
+@dataclass(frozen=True)
+class StepExtras:
+    """S rows: the requests that sample in this step, padded."""
+
+    num_rows: int
+    edits: LogitEdits = field(default_factory=LogitEdits)
+    processors: list[tuple[LogitsProcessor, dict[int, object]]] = field(default_factory=list)
+    """In order: a processor, and the states of the rows that it is applied to."""
+    num_top: int | None = None
+    """How many of the most likely tokens any row wants to know; None if nobody wants log-probabilities."""
+    prompt: PromptTargets | None = None
+    failed: dict[Request, Exception] = field(default_factory=dict)
+    """Requests whose own functions raised: they end, the others go on."""
+
+
+def build_extras(scheduled: SchedulerOutput, row_sizes: tuple[int, ...], vocab_size: int) -> StepExtras | None:
+    """The extras of a step, None if no request has any. Rows are padded to the next of the ascending `row_sizes`."""
+    if not any(request.params.has_extras for request in scheduled.num_new_tokens):
+        return None
+    sampling = scheduled.sampling
+    num_rows = next((size for size in row_sizes if size >= len(sampling)), row_sizes[-1])
+    edits, failed = build_edits(sampling, num_rows, vocab_size)
+    wanted = [request.params.num_logprobs(vocab_size) for request in sampling]
+    return StepExtras(
+        num_rows=num_rows,
+        edits=edits,
+        processors=_processors(sampling, failed),
+        num_top=max((n for n in wanted if n is not None), default=None),
+        prompt=_prompt_targets(scheduled, vocab_size),
+        failed=failed,
+    )
+
+
+def _processors(
+    requests: list[Request], failed: dict[Request, Exception]
+) -> list[tuple[LogitsProcessor, dict[int, object]]]:
+    """Each request's processors in its own order; the same function of several rows is applied to them together."""
+    calls: dict[tuple[int, int, int], tuple[LogitsProcessor, dict[int, object]]] = {}
+    for row, request in enumerate(requests):
+        for position, processor in enumerate(request.params.logits_processors):
+            try:
+                state = processor.state_for(request.prompt_token_ids, request.output_token_ids)
+            except Exception as error:  # noqa: BLE001  a user's function: it may raise anything, and ends its request
+                failed[request] = error
+                break
+            key = (position, id(processor.function), id(processor.shared))
+            calls.setdefault(key, (processor, {}))[1][row] = state
+    return [calls[key] for key in sorted(calls, key=lambda key: key[0])]
+
+
+def _prompt_targets(scheduled: SchedulerOutput, vocab_size: int) -> PromptTargets | None:
+    requests, counts, sources, targets, num_top, start = [], [], [], [], 0, 0
+    for request, num_new in scheduled.num_new_tokens.items():
+        wanted = request.params.num_prompt_logprobs(vocab_size) if request.sample_index == 0 else None
+        if wanted is not None:
+            computed = request.num_computed_tokens
+            # Position p is predicted by the token before it. What is known from before a preemption is not repeated.
+            first = max(computed + 1, request.num_prompt_logprobs)
+            end = min(computed + num_new + 1, len(request.prompt_token_ids))
+            if first < end:
+                requests.append(request)
+                counts.append(end - first)
+                sources.append(np.arange(first - 1 - computed, end - 1 - computed) + start)
+                targets.append(request.prompt_token_ids[first:end])
+                num_top = max(num_top, wanted)
+        start += num_new
+    if not requests:
+        return None
+    source, target = (np.concatenate(parts).astype(np.int32) for parts in (sources, targets))
+    return PromptTargets(requests, counts, source, target, num_top)
