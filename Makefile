@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ORACLE ?=
+# For the demo on a GPU: EXTRAS=cuda13 or cuda12.
+EXTRAS ?=
 GATE_VENV ?= .venv-gate
 GATE_JAX ?= 0.10.2
 BIN := $(VENV)/bin
@@ -57,7 +59,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "Installing pagedjax into $(VENV) (minutes the first time)"
-	@$(PIP) --editable .
+	@$(PIP) --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

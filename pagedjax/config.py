@@ -51,6 +51,11 @@ class EngineConfig:
         """Rows that sampling with extras is padded to, ascending: few, as each is several small programs."""
         return (*(size for size in (8, 64) if size < self.max_num_running), self.max_num_running)
 
+    def extras_buckets_for(self, num_tokens: int) -> tuple[int, ...]:
+        """Those that a step of so many tokens may need."""
+        most = min(num_tokens, self.max_num_running)
+        return tuple(size for i, size in enumerate(self.extras_buckets) if i == 0 or self.extras_buckets[i - 1] < most)
+
     @property
     def max_num_running(self) -> int:
         """Most requests in one step: each running request needs at least one token of the budget."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -82,18 +82,19 @@ class LLM:
         attention_implementation: str | None = None,
         logprobs_mode: str = "raw_logprobs",
         check_integrity: bool = False,
-        warm_up: bool = True,
+        warm_up: bool | Literal["all"] = True,
         progress: bool = False,
     ) -> None:
         """Loads the model, makes the pool and compiles every program.
 
         Args:
           model: what `load` takes, or a Flax module together with its `params` (shared, never copied) and `tokenizer`.
-          dtype: of params and pool; "auto" is float32 on a CPU and bfloat16 (or the checkpoint's float16) on a GPU.
+          dtype: of params and pool; "auto" is float32 on a CPU and bfloat16 on a GPU.
             Params that are passed in keep theirs.
           block_size: tokens per KV block; None takes 64 on a CPU, where it reads faster from memory, and 16 elsewhere.
           num_blocks: size of the pool; None takes 1 GiB on a CPU and what `gpu_memory_utilization` allows on a GPU.
-          gpu_memory_utilization: share of the GPU's memory for weights and pool together.
+          gpu_memory_utilization: share, for weights and pool together, of the memory that JAX may take of the GPU: 75%,
+            unless XLA_PYTHON_CLIENT_MEM_FRACTION was set before JAX started.
           max_num_seqs: most requests in a step. max_num_batched_tokens: most tokens in a step; None picks by platform.
           max_model_len: most tokens of a request; None takes the model's own limit.
           seed: where the seeds of requests without one are drawn from.
@@ -101,7 +102,8 @@ class LLM:
           logprobs_mode: "raw_logprobs" gives the log-softmax of the model's logits, "processed_logprobs" that of what
             is drawn from, after everything that `SamplingParams` does to them.
           check_integrity: recount all blocks and check all tables before each step, for debugging.
-          warm_up: compile all programs now. Without it each compiles when it is first needed.
+          warm_up: compile all programs now. Without it each compiles when it is first needed. What goes beyond plain
+            sampling (penalties, masks, log-probabilities) does so anyway, unless it is "all".
           progress: show bars for loading and compiling on stderr.
         """
         optional = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": max_model_len}
@@ -143,7 +145,7 @@ class LLM:
         self.engine = LLMEngine(runner, engine_config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=seed)
         self._shared = SharedEngine(self.engine)
         if warm_up:
-            runner.warm_up(progress=progress)
+            runner.warm_up(extras=warm_up == "all", progress=progress)
 
     def generate(
         self,

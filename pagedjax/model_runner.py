@@ -1,6 +1,7 @@
 """Params and KV pool on the device, and the one jitted step that uses them: the only jit and donate boundary."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from pagedjax.model_input import ModelInput, SamplingInput, pack, unpack
 from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
 from pagedjax.pallas_kernels.attention import why_not
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
-from pagedjax.sampling.extras import PromptTargets, StepExtras
+from pagedjax.sampling.extras import PromptTargets, StepExtras, extras_for_warm_up
 from pagedjax.sampling.logprobs import TokenLogprobs
 from pagedjax.sampling.pipeline import padded_top, sample_with
 from pagedjax.sampling.rows import PROMPT_LOGPROBS_ROWS, sample_rows, score_rows, take_rows
@@ -102,10 +103,15 @@ class ModelRunner:
         logits = _read_out(self.model.config, self._head_params, hidden[batch.logits_indices])
         return np.asarray(_sample(logits, batch.sampling)), np.asarray(logits)
 
-    def warm_up(self, *, progress: bool = False) -> None:
-        """Compiles every program that `run` may need, by running each once on padding alone."""
+    def warm_up(self, *, extras: bool = False, progress: bool = False) -> None:
+        """Compiles every program that `run` may need, by running each once on padding alone; with `extras` also those
+        of `run_with`, but for logits processors and for more than 20 log-probabilities."""
         for batch in tqdm(list(self.padding_batches()), desc="compiling", unit="program", disable=not progress):
             self.run(batch)
+            for num_rows in self.config.extras_buckets_for(len(batch.token_ids)) if extras else ():
+                one_sample = replace(batch, num_samples=np.array(1, np.int32))
+                for num_top in (0, 20):
+                    self.run_with(one_sample, extras_for_warm_up(num_rows, self.model.config.vocab_size, num_top))
 
     def padding_batches(self) -> Iterable[ModelInput]:
         """A batch of padding for each program: buckets of decodes, and buckets of anything."""

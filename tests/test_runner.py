@@ -297,7 +297,18 @@ def test_b73_the_buckets_cover_the_limits(max_num_batched_tokens, max_num_seqs):
 
 
 def random_params(rng: np.random.Generator) -> SamplingParams:
+    extras: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        extras = {
+            "presence_penalty": float(rng.choice([0.0, 0.5])),
+            "repetition_penalty": float(rng.choice([1.0, 1.2])),
+            "logit_bias": {int(rng.integers(VOCAB_SIZE)): 1.0} if rng.random() < 0.5 else None,
+            "bad_words": [[int(rng.integers(VOCAB_SIZE))]] if rng.random() < 0.5 else (),
+            "logprobs": [None, 0, 5, 20][rng.integers(4)],
+            "prompt_logprobs": [None, 0, 5][rng.integers(3)],
+        }
     return SamplingParams(
+        **extras,
         n=int(rng.choice([1, 1, 1, 2, 3])),
         temperature=float(rng.choice([0.0, 1e-40, 0.7, 20.0])),
         top_k=int(rng.choice([0, 0, 1, 7, 500])),
@@ -320,7 +331,7 @@ def test_b73_nothing_compiles_after_warm_up():
         eos_token_ids=(5,),
     )
     rng = np.random.default_rng(0)
-    engine.runner.warm_up()
+    engine.runner.warm_up(extras=True)
     assert engine.runner.num_programs == len(list(engine.runner.padding_batches()))
     before = programs_in_caches()
     batch_sizes, late = set(), []

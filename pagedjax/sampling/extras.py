@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pagedjax.request import Request
-from pagedjax.sampling.edits import LogitEdits, build_edits
+from pagedjax.sampling.edits import ALL, LogitBias, LogitEdits, TokenHistory, build_edits
 from pagedjax.sampling.processors import LogitsProcessor
 from pagedjax.scheduler import SchedulerOutput
 
@@ -58,6 +58,22 @@ def build_extras(scheduled: SchedulerOutput, row_sizes: tuple[int, ...], vocab_s
         num_top=max((n for n in wanted if n is not None), default=None),
         prompt=_prompt_targets(scheduled, vocab_size),
         failed=failed,
+    )
+
+
+def extras_for_warm_up(num_rows: int, vocab_size: int, num_top: int) -> StepExtras:
+    """Everything but processors, so that every program of this size compiles; of one row, and it changes nothing."""
+    row, token = np.zeros((2, 1), np.int32)
+    none = np.zeros(num_rows, np.float32)
+    return StepExtras(
+        num_rows=num_rows,
+        edits=LogitEdits(
+            bias=LogitBias(row, token, np.zeros(1, np.float32)),
+            history=TokenHistory(row, token, np.ones(1, np.bool_), none, none, none + 1),
+            allowed=np.full((num_rows, -(-vocab_size // 32)), ALL),
+        ),
+        num_top=num_top,
+        prompt=PromptTargets([], [], row, token, num_top),
     )
 
 
