@@ -8,6 +8,9 @@ import numpy as np
 Row = tuple[int, int]
 """Tokens of a request in the pool, and how many of them are new: (context, new)."""
 
+MAX_DRAFT_LEN = 16
+"""New tokens of a request, up to which a batch counts as one of drafts to verify."""
+
 
 @dataclass(frozen=True)
 class MeasuredShape:
@@ -38,8 +41,9 @@ class MeasuredShape:
 
     @property
     def max_query_len(self) -> int:
-        """As the engine sets it: 1 for decodes alone, the number of tokens otherwise."""
-        return 1 if self.num_tokens == len(self.rows) else self.num_tokens
+        """What selects the program: 1 for decodes alone, the longest of drafts, else the number of tokens."""
+        longest = max(new for _, new in self.rows)
+        return longest if longest <= MAX_DRAFT_LEN else self.num_tokens
 
     @property
     def max_context(self) -> int:

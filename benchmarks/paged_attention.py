@@ -87,6 +87,9 @@ def measure(args: argparse.Namespace) -> Json:
     itemsize = jnp.dtype(args.dtype).itemsize
     result: Json = {**environment(), "dtype": args.dtype, "small": args.small, **ceilings(args.dtype), "shapes": {}}
     result |= {"rows": [], "left_out": []}
+    unknown = set(args.only or ()) - set(cases.ALL)
+    if unknown:
+        raise SystemExit(f"--only: there is no {', '.join(sorted(unknown))}, but {', '.join(cases.ALL)}")
     names = [name for name in cases.ALL if args.only is None or name in args.only]
     print(title(result), flush=True)
 

@@ -18,7 +18,7 @@ CARDS = {
     "A100": Card("A100", 2.04e12, 312e12, "datasheet of the A100 SXM 80 GB"),
     "H100": Card("H100", 3.35e12, 989e12, "datasheet of the H100 SXM"),
     "H200": Card("H200", 4.8e12, 989e12, "datasheet of the H200 SXM"),
-    "H200-measured": Card("H200-measured", 4.3e12, 790e12, "a large copy and a large product on one H200, elsewhere"),
+    "H200-measured": Card("H200-measured", 4.3e12, 790e12, "a copy of 8.6 GB and a product of 8192^3 on one, 2026-10"),
 }
 
 

@@ -81,6 +81,7 @@ class LLMEngine:
                 self.scheduler.add(request)  # if the first one fits, so do the others
             self.outputs.add(request_id, text, requests)  # may raise: it asks the tokenizer
         except BaseException:
+            self.outputs.discard(request_id, requests)
             for request in requests:
                 self.scheduler.abort(request.request_id)
             raise

@@ -1,7 +1,7 @@
 """Offline use: a model by name or path, prompts in, completions out in the order of the prompts."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,11 +9,10 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from pagedjax.config import EngineConfig, check_positive_int
 from pagedjax.engine import LLMEngine, Prompt
-from pagedjax.kv_cache import bytes_per_block
+from pagedjax.engine_options import check_options, decide_options
 from pagedjax.model_runner import ModelRunner
-from pagedjax.models.config import ModelConfig, check_float_dtype
+from pagedjax.models.config import check_float_dtype
 from pagedjax.models.llama import LlamaForCausalLM, Params
 from pagedjax.models.load import Checkpoint, load_checkpoint
 from pagedjax.models.tokenizer import apply_chat_template
@@ -21,16 +20,6 @@ from pagedjax.outputs import EngineStats, RequestOutput, ScoreOutput
 from pagedjax.paths import cache_dir
 from pagedjax.sampling.params import SamplingParams
 from pagedjax.streaming import AsyncStream, Inbox, SharedEngine, Stream
-
-CPU_POOL_BYTES = 2**30
-"""KV pool on a CPU unless `num_blocks` says otherwise: 22,000 tokens of SmolLM2-135M in f32."""
-CPU_TOKEN_BUDGET = 256
-"""Tokens per step on a CPU: from here on larger products are no faster per token, only later."""
-TOKEN_BUDGET = 2048
-"""Tokens per step on an accelerator."""
-CPU_BLOCK_SIZE, BLOCK_SIZE = 64, 16
-"""Tokens per block. On a CPU one head of a block is then 16 KiB of SmolLM2's KV, which comes from memory at nearly
-twice the rate of 4 KiB (docs/decisions.md)."""
 
 Message = Mapping[str, Any]
 
@@ -109,7 +98,7 @@ class LLM:
         optional = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": max_model_len}
         optional |= {"max_num_batched_tokens": max_num_batched_tokens}
         sizes = {name: value for name, value in optional.items() if value is not None}
-        _check_options(sizes | {"max_num_seqs": max_num_seqs}, seed, gpu_memory_utilization)
+        check_options(sizes | {"max_num_seqs": max_num_seqs}, seed, gpu_memory_utilization)
         _use_compilation_cache()
         if isinstance(model, LlamaForCausalLM):
             if params is None:
@@ -122,7 +111,7 @@ class LLM:
             config, params, tokenizer = _load(model, dtype, progress)
             model = LlamaForCausalLM(config)
         self.tokenizer = tokenizer
-        engine_config = _engine_config(
+        engine_config = decide_options(
             model.config,
             dtype=str(params["norm"]["scale"].dtype),
             block_size=block_size,
@@ -212,7 +201,7 @@ class LLM:
         prompt's tokens from the second on. Nothing is sampled.
 
         Text and text are tokenized together, as a tokenizer may join what meets; then what the prompt's own tokens do
-        not cover is the continuation (at least one token).
+        not cover is the continuation (at least one token). Special tokens stand before prompts alone.
         """
         prompt_list = _as_list(prompts)
         continuation_list = [None] * len(prompt_list) if continuations is None else _as_list(continuations)
@@ -230,18 +219,30 @@ class LLM:
             text, token_ids = self.engine.tokenize(prompt)
             if continuation is None:
                 start = 1
-            elif text is not None and isinstance(continuation, str):
-                start = len(token_ids)
-                token_ids = self.engine.tokenize(text + continuation)[1]
-                start = min(start, len(token_ids) - 1)
             else:
+                if text is not None:
+                    front = _special_front(token_ids, bare := self._bare_ids(text))
+                    token_ids = front + bare  # nothing behind the text, as more of it follows
                 start = len(token_ids)
-                token_ids = token_ids + self.engine.tokenize(continuation)[1]
+                if text is not None and isinstance(continuation, str) and continuation:
+                    token_ids = front + self._bare_ids(text + continuation)
+                    start = min(start, len(token_ids) - 1)
+                else:
+                    is_text = isinstance(continuation, str) and continuation
+                    bare = self._bare_ids(continuation) if is_text else self.engine.tokenize(continuation)[1]
+                    token_ids = token_ids + bare
         except ValueError as error:
-            raise ValueError(f"prompts[{index}]: {error}") from error
+            raise ValueError(f"prompts[{index}] or its continuation: {error}") from error
         if start < 1 or start >= len(token_ids):
             raise ValueError(f"prompts[{index}]: {len(token_ids)} tokens leave nothing to score after the first")
         return token_ids, start
+
+    def _bare_ids(self, text: str) -> list[int]:
+        """A text's ids without begin- and end-of-sequence ids, as a part of a longer one has them."""
+        if self.tokenizer is None:
+            raise ValueError("text needs a tokenizer, and this model has none: pass token ids")
+        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.engine.tokenize(token_ids)[1] if token_ids else []
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of the pool and the queues now."""
@@ -257,6 +258,13 @@ class LLM:
                         finished[output.request_id] = output
                         bar.update()
         return [finished[request_id] for request_id in inbox.request_ids]
+
+
+def _special_front(token_ids: list[int], bare: list[int]) -> list[int]:
+    """What a tokenizer puts before a text, such as a begin-of-sequence id."""
+    starts = range(len(token_ids) - len(bare) + 1)
+    start = next((i for i in starts if token_ids[i : i + len(bare)] == bare), 0) if bare else 1
+    return token_ids[:start]
 
 
 def _score_of(output: RequestOutput, start: int) -> ScoreOutput:
@@ -277,77 +285,6 @@ def _use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _check_options(sizes: Mapping[str, Any], seed: Any, gpu_memory_utilization: Any) -> None:
-    """Raises ValueError for a bad option, before the checkpoint is loaded."""
-    for name, value in sizes.items():
-        check_positive_int(name, value)
-    if isinstance(seed, bool) or not isinstance(seed, Integral):
-        raise ValueError(f"seed must be an int, got {seed!r}")
-    share: Any = gpu_memory_utilization if isinstance(gpu_memory_utilization, Real) else 0
-    if not 0 < share <= 1:
-        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization!r}")
-
-
-def _engine_config(
-    model: ModelConfig,
-    *,
-    dtype: str,
-    block_size: int | None,
-    num_blocks: int | None,
-    gpu_memory_utilization: float,
-    max_num_seqs: int,
-    max_num_batched_tokens: int | None,
-    max_model_len: int | None,
-    logprobs_mode: str,
-    check_integrity: bool,
-) -> EngineConfig:
-    """The options of `LLM` with every None decided."""
-    is_cpu = jax.default_backend() == "cpu"
-    if max_model_len is None:
-        max_model_len = model.max_position_embeddings
-    block_size = block_size if block_size is not None else CPU_BLOCK_SIZE if is_cpu else BLOCK_SIZE
-    if max_model_len > model.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len must be at most the model's {model.max_position_embeddings}, got {max_model_len}"
-        )
-    if num_blocks is None:
-        most_used = max_num_seqs * -(-max_model_len // block_size)
-        num_blocks = min(most_used, _num_blocks_that_fit(model, dtype, block_size, gpu_memory_utilization))
-    if max_num_batched_tokens is None:
-        max_num_batched_tokens = CPU_TOKEN_BUDGET if is_cpu else TOKEN_BUDGET
-    return EngineConfig(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
-        min_decode_bucket=2 if is_cpu and dtype != "float32" else 1,
-        logprobs_mode=logprobs_mode,
-        check_integrity=check_integrity,
-    )
-
-
-def _num_blocks_that_fit(config: ModelConfig, dtype: str, block_size: int, gpu_memory_utilization: float) -> int:
-    block = bytes_per_block(
-        num_layers=config.num_layers,
-        block_size=block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
-    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    if stats is None:
-        return max(1, CPU_POOL_BYTES // block)
-    budget = int(stats["bytes_limit"] * gpu_memory_utilization) - stats["bytes_in_use"]
-    if budget < block:
-        raise ValueError(
-            f"no memory for the KV pool: {gpu_memory_utilization:.0%} of {stats['bytes_limit'] / 2**30:.1f} GiB less "
-            f"{stats['bytes_in_use'] / 2**30:.1f} GiB in use leaves less than one block of {block / 2**20:.1f} MiB"
-        )
-    return budget // block
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

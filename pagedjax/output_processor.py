@@ -67,13 +67,20 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.groups: dict[str, _Group] = {}
         self._group_of: dict[Request, _Group] = {}
+        self._texts: dict[int, str | None] = {}  # of single tokens, for log-probabilities
 
     def add(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
         """Registers the completions of one prompt."""
         completions = [_Completion(request, self._detokenizer(request)) for request in requests]
         group = _Group(request_id, prompt, completions)
-        self.groups[request_id] = group
         self._group_of.update((request, group) for request in requests)
+        self.groups[request_id] = group
+
+    def discard(self, request_id: str, requests: Iterable[Request]) -> None:
+        """Forgets what `add` registered, or a part of it if it was interrupted."""
+        self.groups.pop(request_id, None)
+        for request in requests:
+            self._group_of.pop(request, None)
 
     def process(
         self, updated: Iterable[Request], scheduler: Scheduler, logprobs: StepLogprobs | None = None
@@ -140,7 +147,14 @@ class OutputProcessor:
         return group.completions[request.sample_index] if group else None
 
     def _text_of(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id])
+        if token_id not in self._texts:
+            try:
+                text = None if self.tokenizer is None else self.tokenizer.decode([token_id])
+            except Exception:  # as in `process`: one token without a text must not take anything from others
+                logger.exception("token %d has no text", token_id)
+                text = None
+            self._texts[token_id] = text
+        return self._texts[token_id]
 
     def _output(self, group: _Group) -> RequestOutput:
         output = group.output()

@@ -4,7 +4,6 @@ There is no background loop. Whoever waits for an output steps the engine, for a
 """
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
@@ -31,6 +30,7 @@ class SharedEngine:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that holds it
         self._to_add: deque[tuple[Inbox, Prompt, SamplingParams | None]] = deque()
         self._to_close: deque[Inbox] = deque()
         self._step: asyncio.Future[None] | None = None
@@ -39,12 +39,12 @@ class SharedEngine:
         """Queues a request whose outputs go to `inbox`. If the next step may do it `later`, this never waits."""
         if later:
             return self._to_add.append((inbox, prompt, params))
-        with self._alone():
+        with self:
             return self._add(inbox, prompt, params)
 
     def step(self) -> None:
         """Computes one step and hands out what it gave."""
-        with self._alone():
+        with self:
             while self._to_add:
                 inbox, prompt, params = self._to_add.popleft()
                 try:
@@ -78,13 +78,16 @@ class SharedEngine:
         self._engine.inboxes[request_id] = inbox.outputs
         inbox.request_ids.append(request_id)
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._close_all()
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            raise RuntimeError("the engine was called from inside one of its own steps: by a hook or a signal handler")
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._owner = None
+        self._lock.release()
+        self._close_all()
 
     def _close_all(self) -> None:
         while self._to_close and self._lock.acquire(blocking=False):

@@ -38,11 +38,11 @@ LAYERS = (
     ),
     Layer("scheduler", never=DEVICE),
     Layer("sampling.extras sampling.log_entries", never=DEVICE),
-    Layer("batch output_processor sampling.pipeline sampling.rows"),
+    Layer("batch output_processor engine_options sampling.pipeline sampling.rows"),
     Layer("model_runner"),
     Layer("engine"),
     Layer("streaming"),
-    Layer("llm functional"),
+    Layer("llm"),
     Layer(""),  # pagedjax itself: the public names, each imported when first asked for
     Layer("__main__ serving serving.*"),
 )

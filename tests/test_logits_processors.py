@@ -130,3 +130,47 @@ def test_a_state_function_that_fails_later_ends_its_request_alone():
     assert finished["bad"].outputs[0].finish_reason == "error"
     assert finished["bad"].outputs[0].token_ids == [5, 5, 5]
     assert finished["good"].outputs[0].token_ids == naive_greedy(prompt_of(5, 1), 8)
+
+
+def halve(logits, state):
+    half = (state // 2 if state.dtype == jnp.int32 else jnp.round(state / 2)).astype(jnp.int32)
+    return jnp.where(jnp.arange(VOCAB_SIZE)[None, :] == half[:, None], 1e3, logits)
+
+
+def test_a_neighbours_state_changes_neither_dtype_nor_shape():
+    as_int = greedy(3, logits_processors=[LogitsProcessor(halve, state=np.int32(7))])
+    as_float = greedy(3, logits_processors=[LogitsProcessor(halve, state=np.float32(7))])
+    assert ids_of((PROMPT, as_int), (prompt_of(5, 1), as_float)) == [[3] * 3, [4] * 3]
+    add_sum = lambda logits, state: logits + state.sum(axis=-1, keepdims=True)  # noqa: E731
+    of_3, of_4 = (greedy(6, logits_processors=[LogitsProcessor(add_sum, state=np.ones(n, np.float32))]) for n in (3, 4))
+    outputs = ids_of((PROMPT, of_3), (prompt_of(5, 1), of_4), (prompt_of(6, 2), greedy(6)))
+    for (length, seed), output in zip([(9, 0), (5, 1), (6, 2)], outputs, strict=True):
+        assert_greedy(prompt_of(length, seed), output)
+
+
+def only_one_row(logits, state):
+    if len(logits) > 1:
+        raise RuntimeError("more than one row")
+    return logits
+
+
+def test_a_function_that_fails_in_a_step_ends_its_requests_alone():
+    def fails_at_3(logits, state):
+        def check(step):
+            if (step == 3).any():
+                raise RuntimeError("not this one")
+            return step
+
+        step = jax.pure_callback(check, jax.ShapeDtypeStruct(state["step"].shape, jnp.float32), state["step"])
+        return logits + 0 * step[:, None]
+
+    late = LogitsProcessor(fails_at_3, state=lambda prompt, output: {"step": np.float32(len(output))})
+    engine = tiny_engine()
+    engine.add_request(PROMPT, greedy(8, logits_processors=[LogitsProcessor(only_one_row)]), "at once")
+    engine.add_request(prompt_of(7, 2), greedy(8, logits_processors=[late]), "late")
+    engine.add_request(prompt_of(5, 1), greedy(8), "good")
+    finished = run_all(engine)
+    assert finished["at once"].outputs[0].finish_reason == "error"
+    assert finished["late"].outputs[0].finish_reason == "error"
+    assert len(finished["late"].outputs[0].token_ids) == 3
+    assert finished["good"].outputs[0].token_ids == naive_greedy(prompt_of(5, 1), 8)

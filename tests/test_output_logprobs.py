@@ -3,6 +3,7 @@
 The expected values are the log-softmax of the dense model's logits, teacher-forced.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from tiny_engine import (
     LOGIT_TOLERANCE,
     MAX_MODEL_LEN,
     VOCAB_SIZE,
+    ascii_tokenizer,
     assert_clean,
     dense_logits,
     fill_pool,
@@ -22,6 +24,7 @@ from tiny_engine import (
     tiny_engine,
     tiny_llm,
 )
+from tokenizers.processors import TemplateProcessing
 
 from pagedjax.outputs import LogprobsOfPosition, RequestOutput
 from pagedjax.sampling.params import SamplingParams
@@ -242,9 +245,10 @@ def test_b60_a_prompt_as_long_as_the_model_allows():
     ("args", "message"),
     [
         ((["A"],), r"prompts\[0\]: 1 tokens leave nothing to score"),
+        ((["AB"], [""]), r"prompts\[0\] or its continuation: prompt is empty"),
         ((["A", "B"], ["C"]), "continuations: 1 of them for 2 prompts"),
-        ((["AB", ""],), r"prompts\[1\]: prompt is empty"),
-        ((["AB"], [[VOCAB_SIZE]]), r"prompts\[0\]: .*vocabulary"),
+        ((["AB", ""],), r"prompts\[1\] or its continuation: prompt is empty"),
+        ((["AB"], [[VOCAB_SIZE]]), r"prompts\[0\] or its continuation: .*vocabulary"),
     ],
 )
 def test_what_cannot_be_scored(args: Any, message):
@@ -257,3 +261,48 @@ def test_what_cannot_be_scored(args: Any, message):
 def test_max_tokens_0_without_prompt_logprobs_is_refused():
     with pytest.raises(ValueError, match="max_tokens"):
         SamplingParams(max_tokens=0)
+
+
+def with_special_tokens(*, ends: bool) -> Any:
+    """The ascii tokenizer with a begin-of-sequence id, 1, before every text, and an end-of-sequence id, 2, behind."""
+    tokenizer = copy.deepcopy(ascii_tokenizer())
+    template = "<bos> $A <eos>" if ends else "<bos> $A"
+    special = [("<bos>", 1), ("<eos>", 2)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_special_tokens_stand_before_prompts_alone(ends):
+    llm = tiny_llm(tokenizer=with_special_tokens(ends=ends))
+    (texts,) = llm.score("ab", "cd")
+    (ids_and_text,) = llm.score([[1, 97, 98]], ["cd"])
+    (text_and_ids,) = llm.score(["ab"], [[99, 100]])
+    (without_prompt_text,) = llm.score([[1]], ["cd"])
+    for score in (texts, ids_and_text, text_and_ids, without_prompt_text):
+        assert score.token_ids == [99, 100]
+    np.testing.assert_allclose(texts.logprobs, ids_and_text.logprobs, atol=2 * LOGIT_TOLERANCE)
+    np.testing.assert_allclose(texts.logprobs, text_and_ids.logprobs, atol=2 * LOGIT_TOLERANCE)
+
+
+def test_a_tokenizer_that_fails_on_one_token_takes_nothing_from_others(monkeypatch):
+    tokenizer = copy.deepcopy(ascii_tokenizer())
+    bad = greedy_ids(3)[2]
+    decode = tokenizer.decode
+
+    def failing(ids, *args, **kwargs):
+        if bad in np.ravel(ids):
+            raise RuntimeError("no such token")
+        return decode(ids, *args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "decode", failing)
+    engine = tiny_engine(tokenizer=tokenizer)
+    engine.add_request(PROMPT, greedy(5, logprobs=0, detokenize=False), "bad")
+    engine.add_request(prompt_of(5, 1), greedy(5, logprobs=0, detokenize=False), "good")
+    engine.add_request(prompt_of(5, 1), greedy(3, detokenize=False), "short")
+    finished = run_all(engine)
+    assert set(finished) == {"bad", "good", "short"}
+    assert_outputs(finished["bad"], 0)
+    assert_outputs(finished["good"], 0)
+    texts = [each.decoded_token for entry in finished["bad"].outputs[0].logprobs or [] for each in entry.values()]
+    assert None in texts

@@ -1,6 +1,7 @@
 """Every sampling option is checked by itself: what is refused, in which words, and what is taken."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,32 @@ def test_what_is_refused_is_named_with_what_it_got(name, value):
 
 @pytest.mark.parametrize(("name", "value"), cases(TAKEN))
 def test_what_is_taken(name, value):
-    assert getattr(UncheckedParams(**{name: value}), name) is value
+    taken = getattr(UncheckedParams(**{name: value}), name)
+    assert taken is value or list(map(as_plain, taken)) == list(map(as_plain, value))
+
+
+def as_plain(value):
+    return value if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
+
+
+def test_what_was_checked_stays_so():
+    """The caller goes on with his lists and dicts."""
+    ids, word = [1, 2], [3, 4]
+    bias: dict[int | str, float] = {5: 1.0}
+    params = SamplingParams(allowed_token_ids=ids, stop_token_ids=ids, bad_words=[word], logit_bias=bias)
+    ids.append(10**6)
+    word.append(10**6)
+    bias[10**6] = 1.0
+    assert (list(params.allowed_token_ids or ()), list(params.stop_token_ids)) == ([1, 2], [1, 2])
+    assert (list(map(list, params.bad_words)), dict(params.logit_bias or {})) == ([[3, 4]], {5: 1.0})
+    with pytest.raises(AttributeError):
+        params.logit_bias.update({7: 2.0})  # type: ignore
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_limits_hold_for_half_precision_too(name):
+    with pytest.raises(ValueError, match=name):
+        UncheckedParams(**{name: np.float16("inf")})
 
 
 def test_the_values_of_the_defaults_ask_for_nothing():

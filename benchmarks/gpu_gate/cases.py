@@ -173,7 +173,7 @@ def kernel_cases() -> list[Case]:
         attention("decode"),
         attention("decode, 1 row", rows=1),
         attention("decode, 256 rows", rows=256),
-        *(attention(f"decode, head_dim {d}", head_dim=d) for d in (64, 80, 96, 256)),
+        *(attention(f"decode, head_dim {d}", head_dim=d) for d in (8, 64, 80, 96, 256)),
         *(attention(f"decode, block {size}", block_size=size) for size in (1, 8, 32, 128)),
         *(attention(f"decode, group {group}", group=group) for group in (1, 3, 7, 8)),
         *(attention(f"decode, {dtype}", dtype=dtype) for dtype in ("float16", "float32")),

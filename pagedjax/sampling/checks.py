@@ -21,7 +21,8 @@ def check_float(name: str, value: Any, low: float, high: float) -> None:
     """Neither NaN nor infinite, nor a bool."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number in [{low}, {high}], got {value!r}")
-    number: Any = value
+    # In numpy's float16 the limits themselves may be infinite; an int may be too large for a float.
+    number = value if isinstance(value, int) else float(value)
     if not low <= number <= high:  # false for NaN
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {value!r}")
 

@@ -141,6 +141,7 @@ def _rules(request: Request, vocab_size: int) -> _Rules:
             if len(word) > 1:
                 bad_after.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
         ends = request.eos_token_ids | request.ignored_eos_token_ids | request.stop_token_ids
+        ends = {token_id for token_id in ends if token_id < vocab_size}  # a config may name more than the model has
         request.edits_cache = _Rules(
             bias_tokens=np.fromiter(bias.keys(), np.int32, len(bias)),
             bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
@@ -197,7 +198,7 @@ def _call_token_masks(rows: Rows, vocab_size: int) -> tuple[dict[int, Bits], dic
         if request.params.token_mask is None:
             continue
         try:
-            mask = request.params.token_mask(request.prompt_token_ids, request.output_token_ids)
+            mask = request.params.token_mask(list(request.prompt_token_ids), request.output_token_ids)
             if mask is not None:
                 masks[row] = _checked_mask(mask, vocab_size)
         except Exception as error:  # noqa: BLE001  a user's function: it may raise anything, and ends its request

@@ -4,13 +4,14 @@ A step without any of these has no extras, and everything here costs it one look
 """
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 from jaxtyping import Int32
 
 from pagedjax.request import Request
 from pagedjax.sampling.edits import ALL, LogitBias, LogitEdits, TokenHistory, build_edits
-from pagedjax.sampling.processors import LogitsProcessor
+from pagedjax.sampling.processors import LogitsProcessor, form_of
 from pagedjax.scheduler import SchedulerOutput
 
 
@@ -33,6 +34,8 @@ class StepExtras:
     """S rows: the requests that sample in this step, padded."""
 
     num_rows: int
+    sampling: list[Request] = field(default_factory=list)
+    """Those of the first rows."""
     edits: LogitEdits = field(default_factory=LogitEdits)
     processors: list[tuple[LogitsProcessor, dict[int, object]]] = field(default_factory=list)
     """In order: a processor, and the states of the rows that it is applied to."""
@@ -53,6 +56,7 @@ def build_extras(scheduled: SchedulerOutput, row_sizes: tuple[int, ...], vocab_s
     wanted = [request.params.num_logprobs(vocab_size) for request in sampling]
     return StepExtras(
         num_rows=num_rows,
+        sampling=sampling,
         edits=edits,
         processors=_processors(sampling, failed),
         num_top=max((n for n in wanted if n is not None), default=None),
@@ -81,17 +85,19 @@ def _processors(
     requests: list[Request], failed: dict[Request, Exception]
 ) -> list[tuple[LogitsProcessor, dict[int, object]]]:
     """Each request's processors in its own order; the same function of several rows is applied to them together."""
-    calls: dict[tuple[int, int, int], tuple[LogitsProcessor, dict[int, object]]] = {}
+    calls: dict[tuple[object, ...], tuple[LogitsProcessor, dict[int, object]]] = {}
     for row, request in enumerate(requests):
         for position, processor in enumerate(request.params.logits_processors):
             try:
-                state = processor.state_for(request.prompt_token_ids, request.output_token_ids)
+                state = processor.state_for(list(request.prompt_token_ids), request.output_token_ids)
+                form = form_of(state)
             except Exception as error:  # noqa: BLE001  a user's function: it may raise anything, and ends its request
                 failed[request] = error
                 break
-            key = (position, id(processor.function), id(processor.shared))
+            # States of another form are not stacked: neither would a shape fit, nor may a dtype follow a neighbour's.
+            key = (position, id(processor.function), id(processor.shared), form)
             calls.setdefault(key, (processor, {}))[1][row] = state
-    return [calls[key] for key in sorted(calls, key=lambda key: key[0])]
+    return [calls[key] for key in sorted(calls, key=itemgetter(0))]
 
 
 def _prompt_targets(scheduled: SchedulerOutput, vocab_size: int) -> PromptTargets | None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
@@ -94,17 +95,26 @@ class SamplingParams:
         checks.check_stop(self.stop)
         checks.check_token_ids("stop_token_ids", self.stop_token_ids)
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", checks.checked_logit_bias(self.logit_bias))
+            object.__setattr__(self, "logit_bias", MappingProxyType(checks.checked_logit_bias(self.logit_bias)))
         checks.check_bad_words(self.bad_words)
         if self.allowed_token_ids is not None:
             checks.check_token_ids("allowed_token_ids", self.allowed_token_ids, may_be_empty=False)
         if self.token_mask is not None and not callable(self.token_mask):
             raise ValueError(f"token_mask must be callable or None, got {self.token_mask!r}")
         checks.check_logits_processors(self.logits_processors)
+        self._own_sequences()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             checks.check_bool(name, getattr(self, name))
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
+
+    def _own_sequences(self) -> None:
+        """What was checked stays so, whatever the caller does with his lists."""
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "logits_processors"):
+            if not isinstance(value := getattr(self, name), str | None):
+                object.__setattr__(self, name, tuple(value))
+        words = tuple(word if isinstance(word, str) else tuple(word) for word in self.bad_words)
+        object.__setattr__(self, "bad_words", words)
 
     def _check_numbers(self) -> None:
         checks.check_int("n", self.n, 1, 4096)

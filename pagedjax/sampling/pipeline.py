@@ -44,7 +44,10 @@ def edit(logits: Float32[Array, "S V"], extras: StepExtras) -> Float32[Array, "S
     if edits.allowed is not None:
         logits = _keep_allowed(logits, edits.allowed)
     for processor, states in extras.processors:
-        logits = _process(logits, processor, states)
+        try:
+            logits = _process(logits, processor, states).block_until_ready()  # a callback in it may fail only when run
+        except Exception as error:  # noqa: BLE001  a user's function: it may raise anything, and ends its requests
+            extras.failed.update((extras.sampling[row], error) for row in states)
     return logits
 
 

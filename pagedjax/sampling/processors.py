@@ -1,8 +1,21 @@
 """Logits processors: a user's JAX functions inside the sampler, chosen request by request."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+
+
+def form_of(state: Any) -> Hashable:
+    """Structure, shapes and dtypes of a pytree of arrays: those of one form can be stacked."""
+    if isinstance(state, Mapping):
+        return type(state), tuple((key, form_of(state[key])) for key in sorted(state))
+    if isinstance(state, (tuple, list)):
+        return type(state), tuple(map(form_of, state))
+    if state is None or not hasattr(state, "dtype"):
+        return type(state), np.shape(state) if state is not None else ()
+    return str(state.dtype), tuple(state.shape)
 
 
 @dataclass(frozen=True, eq=False)
