@@ -19,6 +19,7 @@ from pagedjax.models.tokenizer import apply_chat_template
 from pagedjax.outputs import EngineStats, RequestOutput, ScoreOutput
 from pagedjax.paths import cache_dir
 from pagedjax.sampling.params import SamplingParams
+from pagedjax.scoring import score_of, split_for_score
 from pagedjax.streaming import AsyncStream, Inbox, SharedEngine, Stream
 
 Message = Mapping[str, Any]
@@ -208,41 +209,10 @@ class LLM:
         if len(continuation_list) != len(prompt_list):
             raise ValueError(f"continuations: {len(continuation_list)} of them for {len(prompt_list)} prompts")
         pairs = zip(prompt_list, continuation_list, strict=True)
-        split = [self._split_for_score(i, *pair) for i, pair in enumerate(pairs)]
+        split = [split_for_score(self.engine, i, *pair) for i, pair in enumerate(pairs)]
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
         outputs = self.generate([token_ids for token_ids, _ in split], params, use_tqdm=False)
-        return [_score_of(output, start) for output, (_, start) in zip(outputs, split, strict=True)]
-
-    def _split_for_score(self, index: int, prompt: Any, continuation: Any) -> tuple[list[int], int]:
-        """All token ids, and how many of them are not scored."""
-        try:
-            text, token_ids = self.engine.tokenize(prompt)
-            if continuation is None:
-                start = 1
-            else:
-                if text is not None:
-                    front = _special_front(token_ids, bare := self._bare_ids(text))
-                    token_ids = front + bare  # nothing behind the text, as more of it follows
-                start = len(token_ids)
-                if text is not None and isinstance(continuation, str) and continuation:
-                    token_ids = front + self._bare_ids(text + continuation)
-                    start = min(start, len(token_ids) - 1)
-                else:
-                    is_text = isinstance(continuation, str) and continuation
-                    bare = self._bare_ids(continuation) if is_text else self.engine.tokenize(continuation)[1]
-                    token_ids = token_ids + bare
-        except ValueError as error:
-            raise ValueError(f"prompts[{index}] or its continuation: {error}") from error
-        if start < 1 or start >= len(token_ids):
-            raise ValueError(f"prompts[{index}]: {len(token_ids)} tokens leave nothing to score after the first")
-        return token_ids, start
-
-    def _bare_ids(self, text: str) -> list[int]:
-        """A text's ids without begin- and end-of-sequence ids, as a part of a longer one has them."""
-        if self.tokenizer is None:
-            raise ValueError("text needs a tokenizer, and this model has none: pass token ids")
-        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self.engine.tokenize(token_ids)[1] if token_ids else []
+        return [score_of(output, start) for output, (_, start) in zip(outputs, split, strict=True)]
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of the pool and the queues now."""
@@ -258,19 +228,6 @@ class LLM:
                         finished[output.request_id] = output
                         bar.update()
         return [finished[request_id] for request_id in inbox.request_ids]
-
-
-def _special_front(token_ids: list[int], bare: list[int]) -> list[int]:
-    """What a tokenizer puts before a text, such as a begin-of-sequence id."""
-    starts = range(len(token_ids) - len(bare) + 1)
-    start = next((i for i in starts if token_ids[i : i + len(bare)] == bare), 0) if bare else 1
-    return token_ids[:start]
-
-
-def _score_of(output: RequestOutput, start: int) -> ScoreOutput:
-    token_ids, entries = output.prompt_token_ids[start:], (output.prompt_logprobs or [])[start:]
-    scored = [entry[token] for entry, token in zip(entries, token_ids, strict=True) if entry is not None]
-    return ScoreOutput(token_ids, [each.logprob for each in scored], all(each.rank == 1 for each in scored))
 
 
 def _load(name_or_path: str | Path, dtype: str, progress: bool) -> Checkpoint:

@@ -41,7 +41,7 @@ LAYERS = (
     Layer("batch output_processor engine_options sampling.pipeline sampling.rows"),
     Layer("model_runner"),
     Layer("engine"),
-    Layer("streaming"),
+    Layer("streaming scoring"),
     Layer("llm"),
     Layer(""),  # pagedjax itself: the public names, each imported when first asked for
     Layer("__main__ serving serving.*"),
