@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from pagedjax.llm import load as load
     from pagedjax.outputs import CompletionOutput as CompletionOutput
     from pagedjax.outputs import EngineStats as EngineStats
+    from pagedjax.outputs import Logprob as Logprob
     from pagedjax.outputs import RequestOutput as RequestOutput
+    from pagedjax.outputs import ScoreOutput as ScoreOutput
     from pagedjax.sampling.params import SamplingParams as SamplingParams
+    from pagedjax.sampling.processors import LogitsProcessor as LogitsProcessor
 
 _HOMES = {
     "LLM": "llm",
@@ -27,6 +30,9 @@ _HOMES = {
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "EngineStats": "outputs",
+    "LogitsProcessor": "sampling.processors",
+    "Logprob": "outputs",
+    "ScoreOutput": "outputs",
 }
 
 __version__ = "0.1.0"

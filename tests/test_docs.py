@@ -1,7 +1,10 @@
 """The Python examples of the documentation run as they stand."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -15,8 +18,29 @@ def blocks_of(name: str) -> list[str]:
 
 @pytest.mark.parametrize("block", blocks_of("pallas_kernels/README.md"))
 def test_the_kernels_by_themselves(block):
-    names: dict = {}
+    names: dict[str, Any] = {}
     exec(block, names)
     assert names["out"].shape == (4, 6, 64)
     assert jnp.isfinite(names["out"]).all()
     assert (names["k_pool"] != 0).any()
+
+
+CHECKS = """
+assert [len(output.outputs[0].token_ids) for output in outs] == [16, 16]
+assert len(answer) > 50
+assert len(entry) in (5, 6)
+assert scores[0].total > scores[1].total
+assert len(printed) > 50
+assert output.finished and [len(completion.token_ids) for completion in output.outputs] == [40, 40]
+assert logits.shape[:2] == token_ids.shape
+assert tokenizer.decode(int(logits[0, -1].argmax())) == " Paris"
+"""
+
+
+@pytest.mark.slow
+def test_the_readme():
+    """Its blocks as one program with the model that they name, run as users do: without the type checks of tests."""
+    program = "\n".join([*blocks_of("README.md"), CHECKS])
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "The capital of France is ->  Paris" in run.stdout

@@ -23,7 +23,8 @@ class LogitsProcessor:
     """A function of the logits that a request is sampled with.
 
     `function(logits, state)` gets the logits f32[S, V] of all rows of a step that use it, and returns such an array; it
-    is traced by JAX and compiled once per number of rows. Each row of its result must depend on that row alone.
+    is traced by JAX and compiled once per number of rows. Each row of its result must depend on that row alone. S is a
+    padded number, 8, 64 or `max_num_seqs`, however few use it: with a second model in it that is what it costs.
 
     ```
     def cool_down(logits, state):  # a temperature that falls with the length of the output
