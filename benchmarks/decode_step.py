@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from device_timing import ceilings, environment, seconds_per_call, write_results
 from measured_shapes import num_pairs
+from model_shapes import LLAMA_3_8B
 from roofline import DATASHEETS, cards_named, floor_of, markdown, prediction
 
 from pagedjax.kv_cache import KVCache
 from pagedjax.model_input import ModelInput, SamplingInput
-from pagedjax.models.config import ModelConfig, RopeConfig
+from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
 from pagedjax.sampling.sampler import sample
@@ -33,25 +34,6 @@ from pagedjax.sampling.sampler import sample
 Json = dict[str, Any]
 TARGET = 1.25
 BLOCK_SIZE = 16
-LLAMA_3_8B = ModelConfig(
-    model_type="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=500000.0),
-    tie_word_embeddings=False,
-    attention_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    dtype="bfloat16",
-)
 TINY = replace(
     LLAMA_3_8B,
     vocab_size=512,

@@ -8,33 +8,15 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Abstract
 
 from benchmarks.gpu_gate.cases import CONTEXT, Case, num_bytes
+from benchmarks.model_shapes import LLAMA_3_8B
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, bytes_per_block, init_kv_cache
 from pagedjax.model_input import ModelInput
 from pagedjax.model_runner import padding_batch
-from pagedjax.models.config import ModelConfig, RopeConfig
+from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
 from pagedjax.sampling.sampler import sample
 
-LLAMA_3_8B = ModelConfig(
-    model_type="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=500000.0),
-    tie_word_embeddings=False,
-    attention_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    dtype="bfloat16",
-)
 ENGINE = EngineConfig(num_blocks=8192, max_model_len=8192, block_size=16, max_num_seqs=64)
 """A pool of 16 GiB: 64 requests of 2,048 tokens."""
 
