@@ -63,8 +63,8 @@ class EngineConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Width of a block table: enough for `max_model_len` tokens."""
-        return self.num_blocks_for(self.max_model_len)
+        """Width of a block table: enough for the longest request, which the pool limits as well as the model."""
+        return min(self.num_blocks_for(self.max_model_len), self.num_blocks)
 
     @property
     def max_seq_len(self) -> int:
