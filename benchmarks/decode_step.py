@@ -13,7 +13,6 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ import numpy as np
 from device_timing import ceilings, environment, seconds_per_call, write_results
 from measured_shapes import num_pairs
 from model_shapes import LLAMA_3_8B
-from roofline import DATASHEETS, cards_named, floor_of, markdown, prediction
+from roofline import add_result_arguments, cards_named, floor_of, markdown, prediction
 
 from pagedjax.kv_cache import KVCache
 from pagedjax.model_input import ModelInput, SamplingInput
@@ -269,11 +268,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps one after another in each sample")
     parser.add_argument("--repeat", type=int, default=5, help="samples; median and least are shown")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no more cases after that")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
-    parser.add_argument(
-        "--predict", nargs="+", choices=DATASHEETS, help="print what it needs at least; needs no device"
-    )
+    add_result_arguments(parser)
     return parser.parse_args()
 
 

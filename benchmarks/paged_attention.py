@@ -14,11 +14,10 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from measured_shapes import QUICK, SHAPES, MeasuredShape, choose
-from roofline import DATASHEETS, cards_named, floor_of, markdown, prediction
+from roofline import add_result_arguments, cards_named, floor_of, markdown, prediction
 
 Json = dict[str, Any]
 BUDGET = 0.5
@@ -182,11 +181,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, on a CPU float32")
     parser.add_argument("--repeat", type=int, default=20, help="samples of each time; median and least are shown")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no more shapes after that")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
-    parser.add_argument(
-        "--predict", nargs="+", choices=DATASHEETS, help="print what it needs at least; needs no device"
-    )
+    add_result_arguments(parser)
     return parser.parse_args()
 
 

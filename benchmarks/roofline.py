@@ -1,6 +1,8 @@
 """The shortest time that work can take on a card: its bytes over the bandwidth, or its operations over their rate."""
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -63,3 +65,12 @@ def prediction(cards: Sequence[str], work: Sequence[tuple[str, int, int]]) -> st
 def cards_named(names: Sequence[str]) -> list[str]:
     """The cards by their datasheets, and as measured if they were."""
     return [card for card in CARDS if card.removesuffix("-measured") in names]
+
+
+def add_result_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where results go, and `--predict`: the same for whatever is measured against a floor."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
+    parser.add_argument(
+        "--predict", nargs="+", choices=DATASHEETS, help="print what it needs at least; needs no device"
+    )

@@ -136,10 +136,11 @@ class OutputProcessor:
                 completion.cumulative_logprob += entry[token_id].logprob
         for request, row in step.of_prompts():
             if completion := self._completion_of(request):
-                token_id, wanted = request.prompt_token_ids[request.num_prompt_logprobs], request.params.prompt_logprobs
+                token_id = request.prompt_token_ids[request.num_known_prompt_logprobs]
+                wanted = request.params.prompt_logprobs
                 entry = entry_of(step.prompt_logprobs, row, token_id, wanted, self._text_of)
                 completion.prompt_logprobs.append(entry)
-                request.num_prompt_logprobs += 1
+                request.num_known_prompt_logprobs += 1
 
     def _completion_of(self, request: Request) -> _Completion | None:
         """None for a request that was aborted since the step began."""

@@ -65,7 +65,7 @@ class Request:
     num_preemptions: int = 0
     edits_cache: Any = None
     """What `sampling.edits` keeps between steps."""
-    num_prompt_logprobs: int = 1
+    num_known_prompt_logprobs: int = 1
     """Prompt positions whose log-probabilities are known; the first has none. A preemption does not lose them."""
 
     def __post_init__(self) -> None:

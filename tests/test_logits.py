@@ -181,7 +181,8 @@ def test_processed_logits_without_any_filter_are_scaled_alone():
 def warped(logits: np.ndarray, history: list[int], options: dict[str, float]) -> np.ndarray:
     """What transformers' own processors leave, in the order in which its `generate` runs them."""
     torch = pytest.importorskip("torch", reason="torch is the oracle")
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     makers = {
         "repetition": lambda value: transformers.RepetitionPenaltyLogitsProcessor(value),
         "temperature": lambda value: transformers.TemperatureLogitsWarper(value),

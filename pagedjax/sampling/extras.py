@@ -107,7 +107,7 @@ def _prompt_targets(scheduled: SchedulerOutput, vocab_size: int) -> PromptTarget
         if wanted is not None:
             computed = request.num_computed_tokens
             # Position p is predicted by the token before it. What is known from before a preemption is not repeated.
-            first = max(computed + 1, request.num_prompt_logprobs)
+            first = max(computed + 1, request.num_known_prompt_logprobs)
             end = min(computed + num_new + 1, len(request.prompt_token_ids))
             if first < end:
                 requests.append(request)

@@ -43,6 +43,8 @@ def edit(logits: Float32[Array, "S V"], extras: StepExtras) -> Float32[Array, "S
         logits = _penalise(logits, edits.history)
     if edits.allowed is not None:
         logits = _keep_allowed(logits, edits.allowed)
+    if extras.processors:
+        logits.block_until_ready()  # so that a fault of the model's own is not taken for a processor's
     for processor, states in extras.processors:
         try:
             logits = _process(logits, processor, states).block_until_ready()  # a callback in it may fail only when run
