@@ -16,9 +16,10 @@ import numpy as np
 
 from pagedjax.batch import build_batch
 from pagedjax.config import EngineConfig
-from pagedjax.request import Request
 from pagedjax.sampling.params import SamplingParams
-from pagedjax.scheduler import Scheduler
+from pagedjax.scheduling.group import SequenceGroup
+from pagedjax.scheduling.request import Request
+from pagedjax.scheduling.scheduler import Scheduler
 
 PARTS = ("schedule", "build_batch", "update")
 
@@ -43,7 +44,8 @@ def time_steps(num_running: int, num_steps: int, context: int, max_model_len: in
         while len(scheduler.running) + len(scheduler.waiting) < num_running:
             prompt = rng.integers(0, 32000, int(rng.integers(context // 2, context + 1))).tolist()
             max_num_tokens = len(prompt) + int(rng.integers(context // 2, context + 1))
-            scheduler.add(Request(str(num_added), prompt, params, num_added, max_num_tokens, seed=num_added))
+            request = Request(str(num_added), prompt, params, (num_added,), max_num_tokens, seed=num_added)
+            scheduler.add(SequenceGroup([request]))
             num_added += 1
 
     refill()

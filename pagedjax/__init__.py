@@ -7,6 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedjax.beams.params import BeamSearchParams as BeamSearchParams
+    from pagedjax.blocks.allocator import BlockAllocator as BlockAllocator
+    from pagedjax.blocks.memory_map import BlockInfo as BlockInfo
+    from pagedjax.blocks.memory_map import MemoryMap as MemoryMap
+    from pagedjax.blocks.table import BlockTable as BlockTable
+    from pagedjax.blocks.table import UseAfterFreeError as UseAfterFreeError
     from pagedjax.config import EngineConfig as EngineConfig
     from pagedjax.engine import LLMEngine as LLMEngine
     from pagedjax.llm import LLM as LLM
@@ -19,6 +25,8 @@ if TYPE_CHECKING:
     from pagedjax.outputs import ScoreOutput as ScoreOutput
     from pagedjax.sampling.params import SamplingParams as SamplingParams
     from pagedjax.sampling.processors import LogitsProcessor as LogitsProcessor
+    from pagedjax.scheduling.request import FinishReason as FinishReason
+    from pagedjax.scheduling.sequences import Sequence as Sequence
 
 _HOMES = {
     "LLM": "llm",
@@ -33,6 +41,14 @@ _HOMES = {
     "LogitsProcessor": "sampling.processors",
     "Logprob": "outputs",
     "ScoreOutput": "outputs",
+    "BeamSearchParams": "beams.params",
+    "Sequence": "scheduling.sequences",
+    "UseAfterFreeError": "blocks.table",
+    "BlockAllocator": "blocks.allocator",
+    "BlockTable": "blocks.table",
+    "MemoryMap": "blocks.memory_map",
+    "BlockInfo": "blocks.memory_map",
+    "FinishReason": "scheduling.request",
 }
 
 __version__ = "0.1.0"

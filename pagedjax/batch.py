@@ -6,12 +6,12 @@ from operator import attrgetter
 import numpy as np
 from jaxtyping import Int32
 
-from pagedjax.block_allocator import NULL_BLOCK
+from pagedjax.blocks.allocator import NULL_BLOCK
 from pagedjax.config import EngineConfig
 from pagedjax.model_input import ModelInput, SamplingInput
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
-from pagedjax.request import Request
-from pagedjax.scheduler import SchedulerOutput
+from pagedjax.scheduling.output import SchedulerOutput
+from pagedjax.scheduling.request import Request
 
 
 def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
@@ -27,7 +27,8 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
     ends = np.cumsum(num_new, dtype=np.int32)
     num_tokens = int(ends[-1])
     is_decode = num_tokens == R
-    T = config.bucket_for(num_tokens, is_decode=is_decode)
+    num_samples = len(scheduled.sampling)  # with many completions of a short prompt there are more of these
+    T = config.bucket_for(max(num_tokens, num_samples), is_decode=is_decode)
     S = config.num_rows_for(T)
 
     block_tables = _pad_block_tables(requests, S, config.max_blocks_per_seq)
@@ -39,7 +40,10 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
         for request, n in scheduled.num_new_tokens.items()
     )
     row_of = {request: row for row, request in enumerate(requests)}
-    sampling_rows = np.fromiter((row_of[r] for r in scheduled.sampling), np.intp, len(scheduled.sampling))
+    # Any row for one that was aborted after `schedule`, and so is no fork any more: its token is dropped.
+    sampling_rows = np.fromiter(
+        (0 if r.is_finished else row_of[r.fork_of or r] for r in scheduled.sampling), np.intp, num_samples
+    )
 
     batch = ModelInput(
         token_ids=_padded(np.fromiter(token_ids, np.int32, num_tokens), T),
@@ -52,7 +56,7 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
             max_query_len=1 if is_decode else T,
         ),
         logits_indices=_padded(ends[sampling_rows] - 1, S),
-        num_samples=np.array(len(scheduled.sampling), np.int32),
+        num_samples=np.array(num_samples, np.int32),
         sampling=_sampling_input(scheduled.sampling, S),
     )
     if config.check_integrity:
@@ -63,7 +67,7 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
 def _pad_block_tables(requests: list[Request], S: int, B: int) -> Int32[np.ndarray, "S B"]:
     tables = np.zeros((S, B), np.int32)
     lengths = np.fromiter((len(request.block_table) for request in requests), np.int32, len(requests))
-    flat = np.frombuffer(b"".join(request.block_table for request in requests), np.int32)
+    flat = np.frombuffer(b"".join(request.block_table.blocks for request in requests), np.int32)
     used = tables[: len(requests), : lengths.max()]  # a view
     used[np.arange(used.shape[1]) < lengths[:, None]] = flat
     return tables
@@ -98,7 +102,7 @@ def _check_ranges(batch: ModelInput, requests: list[Request], config: EngineConf
     assert (token_ids >= 0).all(), f"negative token id in {token_ids}"
     assert ((positions >= 0) & (positions < config.max_model_len)).all(), f"position outside the model: {positions}"
     for request, context_len in zip(requests, batch.attn.context_lens, strict=False):
-        table = request.block_table
+        table = request.block_table.blocks
         assert all(NULL_BLOCK < block <= config.num_blocks for block in table), f"block outside the pool: {table}"
         # One that was aborted after `schedule` has no blocks: it writes to the null block, and its token is dropped.
         is_covered = request.is_finished or len(table) >= config.num_blocks_for(int(context_len))

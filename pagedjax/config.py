@@ -32,19 +32,27 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     """Which log-probabilities are given out: "raw_logprobs", of the model's logits, or "processed_logprobs", of what is
     drawn from, after edits, temperature and filters."""
+    enable_prefix_caching: bool = True
+    """Look for the KV of a prompt's full blocks in what was computed before, instead of computing it again."""
     check_integrity: bool = False
     """Recount blocks and check every table before each step: for tests and for debugging."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name not in ("check_integrity", "logprobs_mode"):
+            if field.type is int:
                 check_positive_int(field.name, getattr(self, field.name))
+            elif field.type is bool and not isinstance(value := getattr(self, field.name), bool):
+                raise ValueError(f"{field.name} must be a bool, got {value!r}")
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
 
-    def max_prompt_len(self, *, generates: bool) -> int:
-        """Longest prompt that fits the pool and the model, with a first token to generate or without."""
-        return self.max_seq_len - 1 if generates else min(self.max_model_len, self.num_blocks * self.block_size)
+    def max_prompt_len(self, *, generates: bool, num_blocks: int | None = None) -> int:
+        """Longest prompt that fits the model and the pool, or `num_blocks` of it, with a first token to generate or
+        without."""
+        num_blocks = self.num_blocks if num_blocks is None else num_blocks
+        return (
+            self.max_seq_len_in(num_blocks) - 1 if generates else min(self.max_model_len, num_blocks * self.block_size)
+        )
 
     @cached_property
     def extras_buckets(self) -> tuple[int, ...]:
@@ -68,8 +76,12 @@ class EngineConfig:
 
     @property
     def max_seq_len(self) -> int:
-        """Most tokens a request can reach: one more than fits the pool, as the last sampled token needs no slot."""
-        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+        """Most tokens a request can reach."""
+        return self.max_seq_len_in(self.num_blocks)
+
+    def max_seq_len_in(self, num_blocks: int) -> int:
+        """Most tokens a sequence can reach in so many blocks: one more than fits, as the last one needs no slot."""
+        return min(self.max_model_len, num_blocks * self.block_size + 1)
 
     @cached_property
     def decode_buckets(self) -> tuple[int, ...]:

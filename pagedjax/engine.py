@@ -3,7 +3,8 @@
 import logging
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
@@ -11,23 +12,23 @@ import jax
 import numpy as np
 
 from pagedjax.batch import build_batch
+from pagedjax.beams.rows import build_beam_rows
+from pagedjax.blocks.memory_map import MemoryMap, build_memory_map
 from pagedjax.config import EngineConfig
 from pagedjax.model_runner import ModelRunner
 from pagedjax.output_processor import OutputProcessor
-from pagedjax.outputs import EngineStats, RequestOutput
-from pagedjax.request import FinishReason, Request
-from pagedjax.sampling.checks import check_vocabulary
-from pagedjax.sampling.edits import tokenize_bad_words
+from pagedjax.outputs import CompletionOutput, EngineStats, RequestOutput
+from pagedjax.requests import Params, Prompt, RequestFactory, child_id
 from pagedjax.sampling.extras import build_extras
 from pagedjax.sampling.log_entries import StepLogprobs
 from pagedjax.sampling.params import SamplingParams
-from pagedjax.sampling.pipeline import check_processors
-from pagedjax.scheduler import Scheduler, SchedulerOutput
+from pagedjax.scheduling.group import SequenceGroup
+from pagedjax.scheduling.output import SchedulerOutput
+from pagedjax.scheduling.request import FinishReason, HeldKV, Request
+from pagedjax.scheduling.scheduler import Scheduler
+from pagedjax.scheduling.sequences import Sequence as HeldSequence
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | np.ndarray | jax.Array | Mapping[str, Any]
-"""Text, token ids, or a mapping with one of the keys "prompt" and "prompt_token_ids"."""
 
 
 class LLMEngine:
@@ -47,46 +48,143 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(config)
         self.outputs = OutputProcessor(tokenizer)
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._vocab_size = runner.model.config.vocab_size
-        self._arrivals = count()
+        self.requests = RequestFactory(tokenizer, runner.model.config.vocab_size, eos_token_ids, seed)
         self._request_numbers = count()
-        self._seeds = random.Random(seed)
         self._deferred: dict[str, RequestOutput] = {}
+        self._keeping: dict[str, list[Request]] = {}
         self.inboxes: dict[str, deque[RequestOutput]] = {}
         """Where the outputs of a request go, up to its last one, instead of being returned by `step`."""
         self._num_steps = self._num_finished = self._num_prompt_tokens = self._num_output_tokens = 0
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+    def add_request(
+        self, prompt: Prompt, params: Params | None = None, request_id: str | None = None, *, keeps_kv: bool = False
+    ) -> str:
         """Queues a prompt; returns the request's id, a fresh one if none is given.
+
+        With `keeps_kv`, the KV of its completions stays in the pool when they have ended, for `kept_kv`.
 
         Raises ValueError, and queues nothing, for a prompt that is empty, not in the vocabulary or too long for
         `max_model_len` or the pool, and for an id that an unfinished request has.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
-        if not isinstance(request_id, str | None):
-            raise ValueError(f"request_id must be a str, got {request_id!r:.80}")
-        text, token_ids = self.tokenize(prompt)
-        self._check_params(params)
-        check_processors(params.logits_processors, token_ids, self._vocab_size)
-        if request_id is None:
-            request_id = next(name for n in self._request_numbers if not self._name_in_use(name := str(n), params.n))
-        elif taken := self._name_in_use(request_id, params.n):
-            raise ValueError(f"request_id {taken!r} is in use by an unfinished request")
-        requests = self._new_requests(request_id, token_ids, params)
+        request_id = self._new_id(request_id, params.n if isinstance(params, SamplingParams) else 1)
+        text, token_ids = self.requests.tokenize(prompt)
+        group = self._new_group(request_id, token_ids, params)
+        for request in group.requests:
+            request.source = prompt.kv if isinstance(prompt, HeldSequence) else None
+            request.keeps_kv = keeps_kv
+        if keeps_kv and group.search is not None:
+            raise ValueError("params: the KV of a beam search is not kept")
+        self.outputs.add(request_id, text, group)  # may raise: it asks the tokenizer
         try:
-            for request in requests:
-                self.scheduler.add(request)  # if the first one fits, so do the others
-            self.outputs.add(request_id, text, requests)  # may raise: it asks the tokenizer
+            self.scheduler.add(group)
         except BaseException:
-            self.outputs.discard(request_id, requests)
-            for request in requests:
-                self.scheduler.abort(request.request_id)
+            self.outputs.discard(request_id)
             raise
+        if keeps_kv:
+            self._keeping[request_id] = list(group.requests)
         self._num_prompt_tokens += len(token_ids)
         return request_id
+
+    def take_kept(self, request_id: str) -> list[HeldKV]:
+        """The tokens of a request's completions and their KV, once it has ended; each can be taken once."""
+        return [request.kept or HeldKV(request.token_ids.copy()) for request in self._keeping.pop(request_id, ())]
+
+    def discard_kept(self, request_id: str) -> None:
+        """Frees what `take_kept` would give, now or later."""
+        for request in self._keeping.pop(request_id, ()):
+            request.keeps_kv = False
+            if request.kept is not None:
+                self.scheduler.kv.drop(request.kept)
+
+    def handle(
+        self, kv: HeldKV, output: CompletionOutput | None = None, guard: AbstractContextManager[Any] | None = None
+    ) -> HeldSequence:
+        """A handle on what `take_kept` or `pin` gave."""
+        return HeldSequence(self.scheduler.kv, kv, self.requests.checked_ids, guard=guard, output=output)
+
+    def memory_map(self) -> MemoryMap:
+        """What each block of the pool holds, and for whom."""
+        return build_memory_map(self.scheduler)
+
+    def fork(self, request_id: str, params: SamplingParams | None = None, new_id: str | None = None) -> str:
+        """Lets an unfinished request go on in two ways: the new one starts with all that it has generated, and shares
+        its KV blocks, until one of the two writes to them (copy-on-write). Returns the new request's id.
+
+        The new one stands right behind the old one in line. With `params`, whose `max_tokens` counts what has been
+        generated already, it goes on by those; otherwise by the same ones, with a random stream of its own, which
+        depends on the seed of the old one and on how often that was forked.
+        Raises ValueError for an id that no unfinished request has, and for one with several completions or beams.
+        """
+        parent = self._single(request_id)
+        params = parent.params if params is None else params
+        if not isinstance(params, SamplingParams) or params.n != 1:
+            raise ValueError(f"params must be SamplingParams with n=1, got {params!r:.80}")
+        new_id = self._new_id(new_id)
+        (child,) = self._new_group(new_id, parent.prompt_token_ids, params).requests
+        if child.max_num_tokens <= parent.num_tokens:
+            raise ValueError(
+                f"max_tokens must be more than the {parent.num_output_tokens} tokens generated already, "
+                f"got {params.max_tokens}"
+            )
+        parent.num_forks += 1
+        if params is parent.params or params.seed is None:
+            child.seed = random.Random(f"{parent.seed} {parent.num_forks}").getrandbits(64)
+        child.arrival = (*parent.arrival, parent.num_forks)
+        child.token_ids = parent.token_ids.copy()
+        child.num_known_prompt_logprobs = parent.num_known_prompt_logprobs
+        child.num_cached_tokens = len(parent.prompt_token_ids)
+        self.scheduler.fork(parent, child)
+        try:
+            self.outputs.add_fork(new_id, parent, child)  # may raise: it asks the tokenizer
+        except BaseException:
+            self.outputs.discard(new_id)
+            self.scheduler.finish(child, FinishReason.ABORT)
+            raise
+        return new_id
+
+    def append(self, request_id: str, token_ids: Sequence[int] | np.ndarray | jax.Array) -> None:
+        """Adds tokens to the output of an unfinished request as if they had been sampled, whatever they are; the next
+        steps compute them and go on from there.
+
+        Raises ValueError for an id that no unfinished request has, for one with several completions, beams or
+        log-probabilities of outputs, and for tokens that are too many or not in the vocabulary.
+        """
+        request, token_ids = self._single(request_id), self.requests.checked_ids(token_ids)
+        if request.params.logprobs is not None:
+            raise ValueError(f"request {request_id!r} wants logprobs, which appended tokens have none of")
+        if request.num_tokens + len(token_ids) >= request.max_num_tokens:
+            raise ValueError(
+                f"token_ids: {len(token_ids)} more tokens leave none to generate of at most {request.max_num_tokens}, "
+                f"of which request {request_id!r} has {request.num_tokens}"
+            )
+        request.token_ids.extend(token_ids)
+
+    def free(self, request_id: str) -> None:
+        """`abort`, for those who fork: its blocks stay with whoever shares them. ValueError if it is not unfinished."""
+        if self.abort(request_id) is None:
+            raise ValueError(f"request_id: no unfinished request has the id {request_id!r}")
+
+    def pin(self, token_ids: list[int]) -> HeldKV:
+        """Computes the KV of checked tokens in the next steps and keeps it until it is unpinned: prompts that begin
+        with them find it. ValueError if an unfinished request may need the room."""
+        if len(token_ids) > self.config.max_model_len:
+            raise ValueError(
+                f"a prefix of {len(token_ids)} tokens is longer than max_model_len={self.config.max_model_len}"
+            )
+        held = HeldKV(token_ids)
+        self.scheduler.pin(held)
+        self._compute_pinned(held)
+        return held
+
+    def update_params(self, params: Any) -> None:
+        """Goes on with other weights of the same shapes and dtypes, without compiling. What the old ones have computed
+        is forgotten; unfinished requests keep their tokens, and their KV is computed again.
+
+        Raises ValueError, and changes nothing, if `params` differ from the old ones in more than their values.
+        """
+        self.runner.update_params(params)
+        self._recompute_all()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state; its last output, or None if no unfinished request has this id."""
@@ -113,22 +211,28 @@ class LLMEngine:
         if not scheduled:
             return self._pop_deferred()
         updated, ended, logprobs = self._run(scheduled)
-        outputs = self.outputs.process([*updated, *ended], self.scheduler, logprobs)
+        searches = [group for group in scheduled.beams if group.search is not None and group.search.is_done]
+        outputs = self.outputs.process([*updated, *ended], self.scheduler, logprobs, searches)
 
         self._num_steps += 1
-        self._num_output_tokens += len(updated)
+        self._num_output_tokens += len(updated) + sum(len(group.requests) for group in scheduled.beams)
         self._num_finished += sum(output.finished for output in outputs)
         return self._pop_deferred() + [output for output in outputs if not self._deliver(output)]
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of the pool and the queues now."""
-        allocator = self.scheduler.allocator
+        allocator, cache = self.scheduler.allocator, self.scheduler.kv.prefix_cache
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.requests(self.scheduler.running)),
+            num_waiting=len(self.scheduler.requests(self.scheduler.waiting)),
             num_blocks=allocator.num_blocks,
             num_free_blocks=allocator.num_free_blocks,
             peak_blocks_used=allocator.peak_blocks_used,
+            num_block_references=allocator.num_references,
+            num_cached_blocks=allocator.num_named_blocks,
+            num_block_copies=self.scheduler.num_block_copies,
+            prefix_cache_query_tokens=cache.num_query_tokens if cache else 0,
+            prefix_cache_hit_tokens=cache.num_hit_tokens if cache else 0,
             num_preemptions=self.scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_finished=self._num_finished,
@@ -136,25 +240,6 @@ class LLMEngine:
             num_output_tokens=self._num_output_tokens,
             num_programs=self.runner.num_programs,
         )
-
-    def tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """A `Prompt`'s text, if it has one, and its token ids. Raises ValueError that says what is wrong with it."""
-        if isinstance(prompt, Mapping):
-            keys = set(prompt)
-            if keys not in ({"prompt"}, {"prompt_token_ids"}):
-                raise ValueError(
-                    f'prompt must have the key "prompt" or "prompt_token_ids" alone, got {sorted(map(str, keys))}'
-                )
-            (prompt,) = prompt.values()
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompt is text, but this model has no tokenizer: pass token ids")
-            try:
-                token_ids = self.tokenizer(prompt)["input_ids"]
-            except TypeError as error:  # what tokenizers raises for a lone surrogate
-                raise ValueError(f"prompt cannot be tokenized: {error}") from error
-            return prompt, _checked_token_ids(token_ids, self._vocab_size)
-        return None, _checked_token_ids(prompt, self._vocab_size)
 
     def _deliver(self, output: RequestOutput) -> bool:
         """Puts an output into its request's inbox; False if it has none."""
@@ -173,79 +258,76 @@ class LLMEngine:
         """The requests that got a token, those that ended without one, and log-probabilities if anyone wants them."""
         try:
             batch = build_batch(scheduled, self.config)
-            extras = build_extras(scheduled, self.config.extras_buckets, self._vocab_size)
-            failed: dict[Request, Exception] = {}
-            if extras is None:
-                sampled, logprobs = self.runner.run(batch), None
+            extras = build_extras(scheduled, self.config.extras_buckets, self.requests.vocab_size)
+            beams = build_beam_rows(scheduled, self.config.extras_buckets) if scheduled.beams else None
+            if scheduled.copies:
+                self.runner.copy_blocks(scheduled.copies)
+            logprobs, failed, candidates = None, {}, ()
+            if extras is None and beams is None:
+                sampled = self.runner.run(batch)
             else:
-                result, failed = self.runner.run_with(batch, extras), extras.failed
+                result = self.runner.run_with(batch, extras, beams)
                 sampled = result.token_ids
-                logprobs = StepLogprobs(scheduled.sampling, extras.prompt, result.logprobs, result.prompt_logprobs)
+                if extras is not None:
+                    failed = extras.failed
+                    logprobs = StepLogprobs(scheduled.sampling, extras.prompt, result.logprobs, result.prompt_logprobs)
+                if beams is not None:
+                    candidates = beams.split(result.beams)
             for request, error in failed.items():
                 logger.error("request %r ends with an error: %s", request.request_id, error, exc_info=error)
-                self.scheduler.finish(request, FinishReason.ERROR)
-            updated = self.scheduler.update(scheduled, sampled[: len(scheduled.sampling)])
+            sampled = sampled[: len(scheduled.sampling)]
+            updated = self.scheduler.update(scheduled, sampled, candidates, failed)
             return updated, [*scheduled.scored, *failed], logprobs
         except BaseException:
             # The step's KV, and with a donated pool all KV, is gone; the tokens are not, they are on the host.
-            self.scheduler.preempt_all()
             self.runner.restore_kv_cache()
+            self._recompute_all()
             raise
 
-    def _check_params(self, params: SamplingParams) -> None:
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-        if self.tokenizer is None and any(isinstance(word, str) for word in params.bad_words):
-            raise ValueError("bad_words as text need a tokenizer, and this model has none: use lists of token ids")
-        check_vocabulary(params, self._vocab_size)
+    def _recompute_all(self) -> None:
+        """For all KV is lost, or of no use any more."""
+        self.scheduler.preempt_all()
+        for held in self.scheduler.kv.pinned:
+            self._compute_pinned(held)
 
-    def _name_in_use(self, request_id: str, n: int) -> str | None:
-        """The first of a request's id and of those of its n completions that an unfinished request has."""
-        names = [request_id, *(_child_id(request_id, i, n) for i in range(n))]
-        holders = (self.outputs.groups, self.scheduler, self._deferred)
-        return next((name for name in names if any(name in holder for holder in holders)), None)
+    def _compute_pinned(self, held: HeldKV) -> None:
+        if held.computed_by is not None and not held.computed_by.is_finished:
+            return  # it starts again by itself
+        request_id = self._new_id(None)
+        group = self._new_group(request_id, held.token_ids, SamplingParams(max_tokens=0, detokenize=False))
+        (request,) = group.requests
+        held.computed_by = request
+        request.max_num_tokens = len(held.token_ids)
+        request.keeps_kv, request.kept = True, held
+        self.outputs.add(request_id, None, group)
+        self.inboxes[request_id] = deque(maxlen=0)  # nobody's
+        self.scheduler.add(group)
 
-    def _new_requests(self, request_id: str, token_ids: list[int], params: SamplingParams) -> list[Request]:
-        limit = self.config.max_seq_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(token_ids) + int(params.max_tokens))
-        bad_word_ids = tokenize_bad_words(params.bad_words, self.tokenizer, self._vocab_size)
-        seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
-        return [
-            Request(
-                request_id=_child_id(request_id, i, params.n),
-                prompt_token_ids=token_ids,
-                params=params,
-                arrival=next(self._arrivals),
-                max_num_tokens=limit,
-                seed=seed,
-                sample_index=i,
-                eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-                stop_token_ids=frozenset(params.stop_token_ids),
-                ignored_eos_token_ids=self._eos_token_ids if params.ignore_eos else frozenset(),
-                bad_word_ids=bad_word_ids,
+    def _new_group(self, request_id: str, token_ids: list[int], params: Params) -> SequenceGroup:
+        max_seq_len = self.config.max_seq_len_in(self.scheduler.kv.num_usable_blocks)
+        return self.requests.new_group(request_id, token_ids, params, max_seq_len)
+
+    def _new_id(self, request_id: str | None, n: int = 1) -> str:
+        if not isinstance(request_id, str | None):
+            raise ValueError(f"request_id must be a str, got {request_id!r:.80}")
+        if request_id is None:
+            return next(name for i in self._request_numbers if self._taken(name := str(i), n) is None)
+        if (taken := self._taken(request_id, n)) is not None:
+            raise ValueError(f"request_id {taken!r} is in use by an unfinished request")
+        return request_id
+
+    def _taken(self, request_id: str, n: int) -> str | None:
+        """The first of the ids of a request and its n completions that is another's."""
+        names = (request_id, *(child_id(request_id, i, n) for i in range(n)))
+        return next((name for name in names if name in self.outputs.names or name in self._deferred), None)
+
+    def _single(self, request_id: str) -> Request:
+        """The one sequence of an unfinished request."""
+        group = self.outputs.groups.get(request_id)
+        if group is None:
+            raise ValueError(f"request_id: no unfinished request has the id {request_id!r}")
+        if group.beams is not None or len(group.completions) != 1:
+            raise ValueError(
+                f"request_id: request {request_id!r} has several completions: fork or append to one with one"
             )
-            for i in range(params.n)
-        ]
-
-
-def _child_id(request_id: str, index: int, n: int) -> str:
-    return request_id if n == 1 else f"{request_id}[{index}]"
-
-
-def _checked_token_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """Token ids as a list of ints; ValueError for anything else. On the device a bad id would read another row."""
-    if hasattr(prompt, "__array__"):
-        prompt = np.asarray(prompt)  # a jax array, on the host
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, np.ndarray)):
-        raise ValueError(f"prompt must be text, token ids or a mapping, got {type(prompt).__name__}")
-    is_flat = not isinstance(prompt, np.ndarray) or prompt.ndim == 1
-    if not is_flat or not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt):
-        raise ValueError(f"prompt token ids must be a flat list of ints, got {prompt!r:.80}")
-    if not len(prompt):
-        raise ValueError("prompt is empty: it needs at least one token")
-    ids = np.asarray(prompt)
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"prompt token ids must be in [0, {vocab_size}), the vocabulary, got {bad}")
-    return ids.tolist()
+        return group.completions[0].request

@@ -43,6 +43,7 @@ def decide_options(
     max_num_batched_tokens: int | None,
     max_model_len: int | None,
     logprobs_mode: str,
+    enable_prefix_caching: bool,
     check_integrity: bool,
 ) -> EngineConfig:
     """The options of `LLM` with every None decided."""
@@ -68,6 +69,7 @@ def decide_options(
         # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
         min_decode_bucket=2 if is_cpu and dtype != "float32" else 1,
         logprobs_mode=logprobs_mode,
+        enable_prefix_caching=enable_prefix_caching,
         check_integrity=check_integrity,
     )
 

@@ -1,11 +1,16 @@
 """The KV pool on the device: per layer, keys and values in fixed-size blocks."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from pagedjax.pallas_kernels.pool_ops import copy_blocks
 
 MAX_INT32 = 2**31 - 1
 
@@ -42,6 +47,42 @@ def init_kv_cache(
             )
     k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2))
     return KVCache(k, v)
+
+
+def copy_cache_blocks(
+    tile: int,
+    kv_cache: KVCache,
+    source: Int32[Array | np.ndarray, "n"],
+    target: Int32[Array | np.ndarray, "n"],
+    num_tiles: int | Int32[Array | np.ndarray, ""],
+) -> KVCache:
+    """The pool with block source[i] copied to target[i] in all layers, for the first `num_tiles` tiles of pairs.
+
+    Tile by tile, so that a few copies do not take the time of the most there can be. n is a multiple of `tile`; pairs
+    with target 0 are padding. No target may be the source of an earlier pair's tile. DONATES the pool. As `paged_step`,
+    it may be called inside a jit or as it is.
+    """
+    layers = zip(kv_cache.k, kv_cache.v, strict=True)
+    keys, values = zip(*(_copy_layer_blocks(tile, k, v, source, target, num_tiles) for k, v in layers), strict=True)
+    return KVCache(keys, values)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _copy_layer_blocks(
+    tile: int,
+    k: Float[Array, "N K bs D"],
+    v: Float[Array, "N K bs D"],
+    source: Int32[Array | np.ndarray, "n"],
+    target: Int32[Array | np.ndarray, "n"],
+    num_tiles: int | Int32[Array | np.ndarray, ""],
+) -> tuple[Float[Array, "N K bs D"], Float[Array, "N K bs D"]]:
+    def copy_tile(
+        index: Int32[Array, ""], pools: tuple[Float[Array, "N K bs D"], Float[Array, "N K bs D"]]
+    ) -> tuple[Float[Array, "N K bs D"], Float[Array, "N K bs D"]]:
+        pairs = (lax.dynamic_slice_in_dim(x, index * tile, tile) for x in (source, target))
+        return copy_blocks(*pools, *pairs)
+
+    return lax.fori_loop(0, num_tiles, copy_tile, (k, v))
 
 
 def bytes_per_block(

@@ -9,16 +9,22 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from pagedjax.engine import LLMEngine, Prompt
+from pagedjax.beams.params import BeamSearchParams
+from pagedjax.blocks.memory_map import MemoryMap
+from pagedjax.engine import LLMEngine
 from pagedjax.engine_options import check_options, decide_options
 from pagedjax.model_runner import ModelRunner
 from pagedjax.models.config import check_float_dtype
 from pagedjax.models.llama import LlamaForCausalLM, Params
 from pagedjax.models.load import Checkpoint, load_checkpoint
 from pagedjax.models.tokenizer import apply_chat_template
-from pagedjax.outputs import EngineStats, RequestOutput, ScoreOutput
+from pagedjax.outputs import CompletionOutput, EngineStats, RequestOutput, ScoreOutput
 from pagedjax.paths import cache_dir
+from pagedjax.requests import Params as RequestParams
+from pagedjax.requests import Prompt
 from pagedjax.sampling.params import SamplingParams
+from pagedjax.scheduling.request import HeldKV
+from pagedjax.scheduling.sequences import Sequence as HeldSequence
 from pagedjax.scoring import score_of, split_for_score
 from pagedjax.streaming import AsyncStream, Inbox, SharedEngine, Stream
 
@@ -39,7 +45,7 @@ def load(name_or_path: str | Path, dtype: str = "auto", progress: bool = False) 
 def generate(
     model: str | Path,
     prompts: Prompt | Iterable[Prompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    sampling_params: RequestParams | Sequence[RequestParams] | None = None,
     *,
     use_tqdm: bool = True,
     **options: Any,
@@ -71,6 +77,7 @@ class LLM:
         seed: int = 0,
         attention_implementation: str | None = None,
         logprobs_mode: str = "raw_logprobs",
+        enable_prefix_caching: bool = True,
         check_integrity: bool = False,
         warm_up: bool | Literal["all"] = True,
         progress: bool = False,
@@ -91,6 +98,7 @@ class LLM:
           attention_implementation: "xla", "pallas_triton" or None, which picks what is best here.
           logprobs_mode: "raw_logprobs" gives the log-softmax of the model's logits, "processed_logprobs" that of what
             is drawn from, after everything that `SamplingParams` does to them.
+          enable_prefix_caching: find the KV of a prompt's first full blocks in what earlier requests have computed.
           check_integrity: recount all blocks and check all tables before each step, for debugging.
           warm_up: compile all programs now. Without it each compiles when it is first needed. What goes beyond plain
             sampling (penalties, masks, log-probabilities) does so anyway, unless it is "all".
@@ -122,6 +130,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             logprobs_mode=logprobs_mode,
+            enable_prefix_caching=enable_prefix_caching,
             check_integrity=check_integrity,
         )
         runner = ModelRunner(
@@ -140,7 +149,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: RequestParams | Sequence[RequestParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completions of one prompt or of a list, in the order of the prompts.
@@ -150,17 +159,7 @@ class LLM:
         exception or an interrupt no request of this call is left in the engine.
         """
         prompt_list = _as_list(prompts)
-        params = _params_per_prompt(sampling_params, len(prompt_list))
-        inbox = Inbox()
-        try:
-            for i, (prompt, prompt_params) in enumerate(zip(prompt_list, params, strict=True)):
-                try:
-                    self._shared.add(inbox, prompt, prompt_params)
-                except ValueError as error:
-                    raise ValueError(f"prompts[{i}]: {error}") from error
-            return self._run(inbox, use_tqdm)
-        finally:
-            self._shared.close(inbox)
+        return self._generate(prompt_list, _params_per_prompt(sampling_params, len(prompt_list)), use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
         """A request's output after each step in which it got a token: all of it so far, so the last is the result.
@@ -210,13 +209,110 @@ class LLM:
             raise ValueError(f"continuations: {len(continuation_list)} of them for {len(prompt_list)} prompts")
         pairs = zip(prompt_list, continuation_list, strict=True)
         split = [split_for_score(self.engine, i, *pair) for i, pair in enumerate(pairs)]
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
-        outputs = self.generate([token_ids for token_ids, _ in split], params, use_tqdm=False)
+        each = [
+            SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start, detokenize=False)
+            for _, start in split
+        ]
+        outputs = self.generate([token_ids for token_ids, _ in split], each, use_tqdm=False)
         return [score_of(output, start) for output, (_, start) in zip(outputs, split, strict=True)]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The most likely continuations of each prompt that a beam search finds, best first: `outputs` with their
+        `score`. It equals transformers' (`num_beams`). `generate` takes BeamSearchParams too, mixed with others."""
+        each = [params] if isinstance(params, SamplingParams | BeamSearchParams) else params
+        if not isinstance(each, Sequence) or not all(isinstance(one, BeamSearchParams) for one in each):
+            raise ValueError(f"params must be BeamSearchParams or a list of them, got {params!r:.80}")
+        return self.generate(prompts, params, use_tqdm)
+
+    def sequence(self, prompt: Prompt) -> HeldSequence:
+        """A handle on a prompt, or a fork of another handle: to be forked, appended to, freed, and passed as a prompt.
+
+        Its KV is computed when somebody goes on from it; after `expand` it is kept. See `pagedjax.Sequence`.
+        """
+        if isinstance(prompt, HeldSequence):
+            return prompt.fork()
+        return self._handle(HeldKV(self.engine.requests.tokenize(prompt)[1]))
+
+    def expand(
+        self,
+        sequences: HeldSequence | Sequence[HeldSequence],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[list[HeldSequence]]:
+        """Generates n continuations of each sequence, and gives each as a new sequence that keeps its KV: a step of a
+        tree search. `output` of a new one is what was generated; the old ones stay as they are."""
+        roots = [sequences] if isinstance(sequences, HeldSequence) else list(sequences)
+        if not all(isinstance(root, HeldSequence) for root in roots):
+            raise ValueError(f"sequences must be Sequence handles, got {roots!r:.80}")
+        params = _params_per_prompt(sampling_params, len(roots))
+        kept: list[list[HeldKV]] = []
+        outputs = self._generate(roots, params, use_tqdm, kept)
+        return [
+            [self._handle(kv, output) for kv, output in zip(each, result.outputs, strict=True)]
+            for each, result in zip(kept, outputs, strict=True)
+        ]
+
+    def pin_prefix(self, prompt: Prompt) -> HeldSequence:
+        """Computes the KV of a prompt now and keeps it in the pool: prompts that begin with it find its full blocks
+        there (the provider-defined prefix of the paper, section 4.4). Free the handle to unpin it.
+
+        Raises ValueError if it does not fit the pool beside what unfinished requests may need.
+        """
+        with self._shared:
+            kv = self.engine.pin(self.engine.requests.tokenize(prompt)[1])
+        try:
+            while kv.block_table.is_freed:
+                self._shared.step()
+        except BaseException:
+            self._handle(kv).free()
+            raise
+        return self._handle(kv)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all KV that requests have left behind; pinned prefixes stay."""
+        with self._shared:
+            self.engine.scheduler.forget_prefixes()
+
+    def update_params(self, params: Params) -> None:
+        """Goes on with other weights of the same form: nothing is compiled or copied, the prefix cache is emptied,
+        pinned prefixes are computed again, and so is the KV of unfinished requests, which keep their tokens."""
+        with self._shared:
+            self.engine.update_params(params)
+
+    def memory_map(self) -> MemoryMap:
+        """What each block of the pool holds, and for whom. Print it for a picture."""
+        with self._shared:
+            return self.engine.memory_map()
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of the pool and the queues now."""
         return self.engine.stats()
+
+    def _generate(
+        self, prompts: Sequence[Prompt], params: Sequence[Any], use_tqdm: bool, kept: list[list[HeldKV]] | None = None
+    ) -> list[RequestOutput]:
+        """The outputs; with `kept`, which is filled, the KV of all completions stays."""
+        inbox = Inbox()
+        try:
+            for i, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    self._shared.add(inbox, prompt, prompt_params, keeps_kv=kept is not None)
+                except ValueError as error:
+                    raise ValueError(f"prompts[{i}]: {error}") from error
+            outputs = self._run(inbox, use_tqdm)
+            if kept is not None:
+                kept += [self.engine.take_kept(request_id) for request_id in inbox.request_ids]
+            return outputs
+        finally:
+            self._shared.close(inbox)
+
+    def _handle(self, kv: HeldKV, output: CompletionOutput | None = None) -> HeldSequence:
+        return self.engine.handle(kv, output, guard=self._shared)
 
     def _run(self, inbox: Inbox, use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
@@ -246,7 +342,7 @@ def _use_compilation_cache() -> None:
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or several as a list: a flat run of ints is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping, HeldSequence)):
         return [prompts]
     if hasattr(prompts, "__array__"):
         prompts = np.asarray(prompts)  # a jax array, on the host
@@ -258,10 +354,8 @@ def _as_list(prompts: Any) -> list[Prompt]:
     return [prompts] if is_ids and len(prompts) else list(prompts)
 
 
-def _params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
+def _params_per_prompt(params: RequestParams | Sequence[RequestParams] | None, num_prompts: int) -> list[RequestParams]:
+    if params is None or isinstance(params, RequestParams):
         return [params or SamplingParams()] * num_prompts
     if isinstance(params, (str, Mapping)) or not isinstance(params, Sequence):
         raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}")

@@ -7,9 +7,10 @@ from typing import Any
 
 from pagedjax.detokenizer import Detokenizer
 from pagedjax.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
-from pagedjax.request import FinishReason, Request
 from pagedjax.sampling.log_entries import StepLogprobs, entry_of
-from pagedjax.scheduler import Scheduler
+from pagedjax.scheduling.group import SequenceGroup
+from pagedjax.scheduling.request import FinishReason, Request
+from pagedjax.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +20,11 @@ class _Completion:
     request: Request
     detokenizer: Detokenizer | None
     logprobs: list[LogprobsOfPosition] = field(default_factory=list)
-    prompt_logprobs: list[LogprobsOfPosition | None] = field(default_factory=lambda: [None])
+    prompt_logprobs: list[LogprobsOfPosition | None] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.prompt_logprobs = [None] * self.request.num_known_prompt_logprobs
 
     def output(self) -> CompletionOutput:
         request = self.request
@@ -38,25 +42,37 @@ class _Completion:
 
 @dataclass(eq=False)
 class _Group:
-    """What one `add_request` made: n completions of one prompt."""
+    """What one `add_request` made: n completions of one prompt, or the beams of one search."""
 
     request_id: str
     prompt: str | None
     completions: list[_Completion]
+    beams: SequenceGroup | None = None
+    """Whose outputs are those of its search; then `completions` is just its first sequence, for the prompt."""
+
+    @property
+    def requests(self) -> list[Request]:
+        """Its sequences; those of a search that have not ended."""
+        return [each.request for each in self.completions] if self.beams is None else list(self.beams.requests)
+
+    @property
+    def names(self) -> set[str]:
+        return {self.request_id, *(each.request.request_id for each in self.completions)}
 
     @property
     def finished(self) -> bool:
-        return all(completion.request.is_finished for completion in self.completions)
+        return all(request.is_finished for request in self.requests)
 
-    def output(self) -> RequestOutput:
+    def output(self, outputs: list[CompletionOutput] | None = None) -> RequestOutput:
         first = self.completions[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(first.request.prompt_token_ids),  # the caller may change it
-            outputs=[completion.output() for completion in self.completions],
+            outputs=[completion.output() for completion in self.completions] if outputs is None else outputs,
             finished=self.finished,
             prompt_logprobs=None if first.request.params.prompt_logprobs is None else list(first.prompt_logprobs),
+            num_cached_tokens=min(first.request.num_cached_tokens, len(first.request.prompt_token_ids)),
         )
 
 
@@ -66,28 +82,48 @@ class OutputProcessor:
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
         self.groups: dict[str, _Group] = {}
-        self._group_of: dict[Request, _Group] = {}
+        self.names: set[str] = set()
+        """Ids of all unfinished requests and of their completions: the scheduler goes by either."""
+        self._group_of: dict[Request | SequenceGroup, _Group] = {}
         self._texts: dict[int, str | None] = {}  # of single tokens, for log-probabilities
 
-    def add(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
-        """Registers the completions of one prompt."""
-        completions = [_Completion(request, self._detokenizer(request)) for request in requests]
-        group = _Group(request_id, prompt, completions)
-        self._group_of.update((request, group) for request in requests)
-        self.groups[request_id] = group
+    def add(self, request_id: str, prompt: str | None, group: SequenceGroup) -> None:
+        """Registers the completions of one prompt, or its search."""
+        has_search = group.search is not None
+        completions = [_Completion(each, None if has_search else self._detokenizer(each)) for each in group.requests]
+        added = _Group(request_id, prompt, completions, beams=group if has_search else None)
+        self._group_of.update((request, added) for request in group.requests)
+        self.names |= added.names
+        if has_search:
+            self._group_of[group] = added
+        self.groups[request_id] = added
 
-    def discard(self, request_id: str, requests: Iterable[Request]) -> None:
-        """Forgets what `add` registered, or a part of it if it was interrupted."""
-        self.groups.pop(request_id, None)
-        for request in requests:
-            self._group_of.pop(request, None)
+    def add_fork(self, request_id: str, parent: Request, child: Request) -> None:
+        """Registers a request that goes on from where another one is."""
+        self.add(request_id, self._group_of[parent].prompt, child.group)
+        before, after = self._completion_of(parent), self._completion_of(child)
+        if before and after:
+            after.logprobs, after.cumulative_logprob = list(before.logprobs), before.cumulative_logprob
+            after.prompt_logprobs = list(before.prompt_logprobs)
+            if after.detokenizer is not None:
+                after.detokenizer.append(child.output_token_ids)
+
+    def discard(self, request_id: str) -> None:
+        """Forgets what `add` registered."""
+        if (group := self.groups.pop(request_id, None)) is not None:
+            self._forget(group)
 
     def process(
-        self, updated: Iterable[Request], scheduler: Scheduler, logprobs: StepLogprobs | None = None
+        self,
+        updated: Iterable[Request],
+        scheduler: Scheduler,
+        logprobs: StepLogprobs | None = None,
+        searches: Iterable[SequenceGroup] = (),
     ) -> list[RequestOutput]:
         """Adds each request's newest token to its text and ends those that complete a stop string.
 
-        Returns one output per user's request that got a token or ended, in that order.
+        Returns one output per user's request that got a token or ended, in that order, and then those of `searches`,
+        which have ended.
         """
         touched: dict[_Group, None] = {}
         if logprobs is not None:
@@ -109,6 +145,7 @@ class OutputProcessor:
                 # A tokenizer that fails on one request's tokens must not take the text or the end of the others.
                 logger.exception("request %r ends with an error: no text for its tokens", request.request_id)
                 scheduler.finish(request, FinishReason.ERROR)
+        touched.update((self._group_of[search], None) for search in searches)
         return [self._output(group) for group in touched]
 
     def abort(self, request_id: str, scheduler: Scheduler) -> RequestOutput | None:
@@ -116,7 +153,9 @@ class OutputProcessor:
         group = self.groups.get(request_id)
         if group is None:
             return None
-        for completion in group.completions:
+        for request in group.requests if group.beams else ():
+            scheduler.finish(request, FinishReason.ABORT)
+        for completion in group.completions if not group.beams else ():
             if not completion.request.is_finished:
                 scheduler.finish(completion.request, FinishReason.ABORT)
                 try:
@@ -158,12 +197,41 @@ class OutputProcessor:
         return self._texts[token_id]
 
     def _output(self, group: _Group) -> RequestOutput:
-        output = group.output()
+        output = group.output(None if group.beams is None else self._beam_outputs(group))
         if output.finished:
-            del self.groups[group.request_id]
-            for completion in group.completions:
-                del self._group_of[completion.request]
+            self.discard(group.request_id)
         return output
+
+    def _forget(self, group: _Group) -> None:
+        self.names -= group.names
+        for key in (*(each.request for each in group.completions), group.beams):
+            if key is not None:
+                self._group_of.pop(key, None)
+
+    def _beam_outputs(self, group: _Group) -> list[CompletionOutput]:
+        assert group.beams is not None
+        assert group.beams.search is not None
+        outputs = []
+        for index, found in enumerate(group.beams.search.hypotheses()):
+            output = CompletionOutput(
+                index=index,
+                text="",
+                token_ids=list(found.token_ids),
+                finish_reason=found.finish_reason or FinishReason.ABORT,
+                stop_reason=found.stop_reason,
+                cumulative_logprob=found.cumulative_logprob,
+                score=found.score,
+            )
+            try:
+                if (detokenizer := self._detokenizer(group.completions[0].request)) is not None:
+                    detokenizer.append(output.token_ids)
+                    detokenizer.finish()
+                    output.text = detokenizer.text
+            except Exception:  # as in `process`
+                logger.exception("request %r: no text for the tokens of output %d", group.request_id, index)
+                output.finish_reason = FinishReason.ERROR
+            outputs.append(output)
+        return outputs
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params

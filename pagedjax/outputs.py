@@ -35,7 +35,9 @@ class CompletionOutput:
     logprobs: list[LogprobsOfPosition] | None = None
     """One entry per id in `token_ids`; None unless asked for."""
     cumulative_logprob: float | None = None
-    """The sum over `token_ids`; None unless logprobs were asked for."""
+    """The sum over `token_ids`; None unless logprobs were asked for, or it is a beam search's."""
+    score: float | None = None
+    """What a beam search ranks its outputs by: `cumulative_logprob` over (number of tokens ** length_penalty)."""
 
     @property
     def finished(self) -> bool:
@@ -53,8 +55,10 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     prompt_logprobs: list[LogprobsOfPosition | None] | None = None
-    """One entry per prompt token, the first None, as nothing comes before it; grows with the chunks of the prompt. None
-    unless asked for."""
+    """One entry per prompt token, None up to `prompt_logprobs_start`; grows with the chunks of the prompt. None unless
+    asked for."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed, as their KV was in the pool already: cached, pinned or held."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,16 @@ class EngineStats:
     num_free_blocks: int
     peak_blocks_used: int
     """Most blocks in use at one time."""
+    num_block_references: int
+    """Blocks that would be in use if none were shared: each counts once for each of its holders."""
+    num_cached_blocks: int
+    """Blocks that the prefix cache can find, in use or free."""
+    num_block_copies: int
+    """Blocks copied on write."""
+    prefix_cache_query_tokens: int
+    """Tokens of the requests that the prefix cache was asked for."""
+    prefix_cache_hit_tokens: int
+    """Those of them that did not have to be computed."""
     num_preemptions: int
     num_steps: int
     num_finished: int

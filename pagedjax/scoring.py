@@ -9,7 +9,7 @@ from pagedjax.outputs import RequestOutput, ScoreOutput
 def split_for_score(engine: LLMEngine, index: int, prompt: Any, continuation: Any) -> tuple[list[int], int]:
     """All token ids, and how many of them are not scored."""
     try:
-        text, token_ids = engine.tokenize(prompt)
+        text, token_ids = engine.requests.tokenize(prompt)
         start = 1
         if continuation is not None:
             token_ids, start = _join(engine, text, token_ids, continuation)
@@ -31,7 +31,9 @@ def _join(engine: LLMEngine, text: str | None, token_ids: list[int], continuatio
     if text is not None and is_text:
         whole = front + _bare_ids(engine, text + continuation)
         return whole, max(1, min(start, len(whole) - 1))
-    return token_ids + (_bare_ids(engine, continuation) if is_text else engine.tokenize(continuation)[1]), start
+    return token_ids + (
+        _bare_ids(engine, continuation) if is_text else engine.requests.tokenize(continuation)[1]
+    ), start
 
 
 def _bare_ids(engine: LLMEngine, text: str) -> list[int]:
@@ -39,7 +41,7 @@ def _bare_ids(engine: LLMEngine, text: str) -> list[int]:
     if engine.tokenizer is None:
         raise ValueError("text needs a tokenizer, and this model has none: pass token ids")
     token_ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return engine.tokenize(token_ids)[1] if token_ids else []
+    return engine.requests.tokenize(token_ids)[1] if token_ids else []
 
 
 def _special_front(token_ids: list[int], bare: list[int]) -> list[int]:

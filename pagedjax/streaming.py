@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
-from pagedjax.engine import LLMEngine, Prompt
+from pagedjax.engine import LLMEngine
 from pagedjax.outputs import RequestOutput
-from pagedjax.sampling.params import SamplingParams
+from pagedjax.requests import Params, Prompt
 
 
 @dataclass(eq=False)
@@ -31,16 +31,18 @@ class SharedEngine:
         self._engine = engine
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds it
-        self._to_add: deque[tuple[Inbox, Prompt, SamplingParams | None]] = deque()
+        self._to_add: deque[tuple[Inbox, Prompt, Params | None]] = deque()
         self._to_close: deque[Inbox] = deque()
         self._step: asyncio.Future[None] | None = None
 
-    def add(self, inbox: Inbox, prompt: Prompt, params: SamplingParams | None, later: bool = False) -> None:
+    def add(
+        self, inbox: Inbox, prompt: Prompt, params: Params | None, later: bool = False, keeps_kv: bool = False
+    ) -> None:
         """Queues a request whose outputs go to `inbox`. If the next step may do it `later`, this never waits."""
         if later:
             return self._to_add.append((inbox, prompt, params))
         with self:
-            return self._add(inbox, prompt, params)
+            return self._add(inbox, prompt, params, keeps_kv)
 
     def step(self) -> None:
         """Computes one step and hands out what it gave."""
@@ -73,8 +75,8 @@ class SharedEngine:
         self._to_close.append(inbox)
         self._close_all()
 
-    def _add(self, inbox: Inbox, prompt: Prompt, params: SamplingParams | None) -> None:
-        request_id = self._engine.add_request(prompt, params)
+    def _add(self, inbox: Inbox, prompt: Prompt, params: Params | None, keeps_kv: bool = False) -> None:
+        request_id = self._engine.add_request(prompt, params, keeps_kv=keeps_kv)
         self._engine.inboxes[request_id] = inbox.outputs
         inbox.request_ids.append(request_id)
 
@@ -95,6 +97,7 @@ class SharedEngine:
                 while self._to_close:
                     inbox = self._to_close.popleft()
                     for request_id in inbox.request_ids:
+                        self._engine.discard_kept(request_id)
                         if self._engine.inboxes.get(request_id) is inbox.outputs:  # or another's by now
                             self._engine.abort(request_id)
             finally:
@@ -102,7 +105,7 @@ class SharedEngine:
 
 
 class _Stream:
-    def __init__(self, engine: SharedEngine, prompt: Prompt, params: SamplingParams | None) -> None:
+    def __init__(self, engine: SharedEngine, prompt: Prompt, params: Params | None) -> None:
         self._engine, self._inbox = engine, Inbox()
         engine.add(self._inbox, prompt, params, later=isinstance(self, AsyncStream))
 

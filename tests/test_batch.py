@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 
 from pagedjax.batch import build_batch
+from pagedjax.blocks.allocator import BlockAllocator
+from pagedjax.blocks.table import BlockTable
 from pagedjax.config import EngineConfig
 from pagedjax.model_input import ModelInput
-from pagedjax.request import Request, RequestStatus
 from pagedjax.sampling.params import SamplingParams
-from pagedjax.scheduler import Scheduler, SchedulerOutput
+from pagedjax.scheduling.group import SequenceGroup
+from pagedjax.scheduling.output import SchedulerOutput
+from pagedjax.scheduling.request import Request, RequestStatus
+from pagedjax.scheduling.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0)
 CONFIG = EngineConfig(
@@ -21,10 +25,11 @@ CONFIG = EngineConfig(
 
 
 def running(prompt, outputs, num_computed, blocks, params=GREEDY, seed=0, sample_index=0) -> Request:
-    request = Request("r", prompt, params, arrival=0, max_num_tokens=99, seed=seed, sample_index=sample_index)
+    request = Request("r", prompt, params, arrival=(0,), max_num_tokens=99, seed=seed, sample_index=sample_index)
     request.token_ids += outputs
     request.num_computed_tokens = num_computed
-    request.block_table = array("i", blocks)
+    request.block_table = BlockTable(BlockAllocator(0), CONFIG.block_size)
+    request.block_table.blocks = array("i", blocks)
     request.status = RequestStatus.RUNNING
     return request
 
@@ -72,7 +77,7 @@ def test_a_step_of_decodes():
     first = running([1, 2, 3, 4], [5], num_computed=4, blocks=[8, 1])
     second = running([1, 2, 3, 4, 5], [6, 7], num_computed=6, blocks=[2, 4])
     third = running([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12], num_computed=11, blocks=[3, 7, 5])
-    batch = build_batch(SchedulerOutput({first: 1, second: 1, third: 1}, [first, second, third]), CONFIG)
+    batch = build_batch(SchedulerOutput({first: 1, second: 1, third: 1}, sampling=[first, second, third]), CONFIG)
     assert_array(batch.token_ids, np.int32, [5, 7, 12, 0])
     assert_array(batch.positions, np.int32, [4, 6, 11, 0])
     assert_array(batch.attn.slot_mapping, np.int32, [4, 18, 23, 0])
@@ -109,7 +114,7 @@ def test_from_the_scheduler_to_the_tables():
     config = EngineConfig(num_blocks=9, block_size=4, max_model_len=32, max_num_seqs=3, max_num_batched_tokens=7)
     scheduler = Scheduler(config)
     for i, prompt in enumerate([[10, 11, 12, 13, 14], [20, 21, 22, 23, 24, 25]]):
-        scheduler.add(Request(str(i), prompt, GREEDY, arrival=i, max_num_tokens=20, seed=i))
+        scheduler.add(SequenceGroup([Request(str(i), prompt, GREEDY, arrival=(i,), max_num_tokens=20, seed=i)]))
     first = build_batch(scheduled := scheduler.schedule(), config)
     assert_array(first.token_ids, np.int32, [10, 11, 12, 13, 14, 20, 21])
     assert_array(first.attn.slot_mapping, np.int32, [4, 5, 6, 7, 8, 12, 13])
@@ -144,12 +149,19 @@ def test_buckets(budget, max_num_seqs, decode_buckets, mixed_buckets):
 
 def test_build_batch_is_pure():
     scheduled = mixed_step()
-    before = [(list(r.token_ids), list(r.block_table), r.num_computed_tokens) for r in scheduled.num_new_tokens]
+
+    def contents():
+        requests = scheduled.num_new_tokens
+        return [(list(r.token_ids), list(r.block_table.blocks), r.num_computed_tokens) for r in requests]
+
+    before = contents()
     first, second = build_batch(scheduled, CONFIG), build_batch(scheduled, CONFIG)
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         assert not np.shares_memory(a, b)
         np.testing.assert_array_equal(a, b)
-    assert before == [(list(r.token_ids), list(r.block_table), r.num_computed_tokens) for r in scheduled.num_new_tokens]
+    assert before == [
+        (list(r.token_ids), list(r.block_table.blocks), r.num_computed_tokens) for r in scheduled.num_new_tokens
+    ]
 
 
 def test_a_batch_is_a_pytree_whose_max_query_len_belongs_to_the_program():
@@ -167,7 +179,7 @@ def test_a_batch_is_a_pytree_whose_max_query_len_belongs_to_the_program():
 def test_b69_padding_stays_in_the_null_block():
     """A marker in the last block, which a -1 anywhere would hit, survives the writes and reads of a padded batch."""
     request = running([1, 2, 3], [], num_computed=2, blocks=[1])
-    batch = build_batch(SchedulerOutput({request: 1}, [request]), CONFIG)
+    batch = build_batch(SchedulerOutput({request: 1}, sampling=[request]), CONFIG)
     tables = (batch.attn.slot_mapping, batch.attn.block_tables, batch.positions, batch.logits_indices, batch.token_ids)
     assert all(table.min() >= 0 for table in tables)
     mixed = build_batch(mixed_step(), CONFIG)
@@ -191,14 +203,14 @@ def test_b69_padding_stays_in_the_null_block():
 def test_b69_indices_out_of_range_are_refused_on_the_host(change, message):
     sound = {"prompt": [1, 2, 3], "outputs": [4, 5, 6], "num_computed": 5, "blocks": [3, 5]}
     request = running(**sound)
-    build_batch(SchedulerOutput({request: 1}, [request]), CONFIG)
+    build_batch(SchedulerOutput({request: 1}, sampling=[request]), CONFIG)
     request = running(**sound | change)
     with pytest.raises(AssertionError, match=message):
-        build_batch(SchedulerOutput({request: 1}, [request]), CONFIG)
+        build_batch(SchedulerOutput({request: 1}, sampling=[request]), CONFIG)
 
 
 def test_b69_a_table_that_is_too_narrow_is_an_error_even_without_checks():
     config = EngineConfig(num_blocks=8, block_size=4, max_model_len=8, max_num_batched_tokens=16)
     request = running([1] * 9, [], num_computed=8, blocks=[1, 2, 3])
     with pytest.raises((IndexError, ValueError)):
-        build_batch(SchedulerOutput({request: 1}, [request]), config)
+        build_batch(SchedulerOutput({request: 1}, sampling=[request]), config)

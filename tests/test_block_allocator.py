@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagedjax.block_allocator import BlockAllocator
+from pagedjax.blocks.allocator import BlockAllocator
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -130,8 +130,8 @@ def test_check_integrity_finds_tables_that_disagree(tables, message):
         allocator.check_integrity(tables)
 
 
-def test_check_integrity_finds_a_block_that_is_free_twice():
+def test_check_integrity_finds_a_block_that_is_free_and_none():
     allocator = BlockAllocator(2)
-    allocator._free_blocks.append(1)
-    with pytest.raises(AssertionError, match="free list twice"):
+    allocator._free[0] = None  # a block cannot be in it twice
+    with pytest.raises(AssertionError, match="not all blocks"):
         allocator.check_integrity([])

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_engine import ascii_tokenizer
 
-from pagedjax.request import Request
 from pagedjax.sampling.edits import LogitEdits, bits_of, build_edits, tokenize_bad_words
 from pagedjax.sampling.params import SamplingParams
+from pagedjax.scheduling.request import Request
 
 V = 40  # more than a word of bits, and not a multiple of 32
 NUM_ROWS = 4
@@ -27,7 +27,7 @@ def make_request(
         request_id="x",
         prompt_token_ids=list(prompt),
         params=params,
-        arrival=0,
+        arrival=(0,),
         max_num_tokens=1000,
         seed=0,
         eos_token_ids=frozenset() if params.ignore_eos else frozenset(eos),

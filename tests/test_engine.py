@@ -30,8 +30,8 @@ from tiny_engine import (
 )
 
 from pagedjax.batch import build_batch
-from pagedjax.request import RequestStatus
 from pagedjax.sampling.params import SamplingParams
+from pagedjax.scheduling.request import Request, RequestStatus
 
 RANDOM = {"temperature": 20.0, "seed": 7, "ignore_eos": True}
 """The tiny model's logits are far apart: at this temperature about ten tokens are likely."""
@@ -39,6 +39,10 @@ RANDOM = {"temperature": 20.0, "seed": 7, "ignore_eos": True}
 
 def ids_of(outputs) -> list[list[int]]:
     return [completion.token_ids for completion in outputs.outputs]
+
+
+def waiting(engine) -> list[Request]:
+    return engine.scheduler.requests(engine.scheduler.waiting)
 
 
 # What the other tests rest on.
@@ -71,16 +75,21 @@ def test_b01_the_same_prompt_three_times(fill):
     for length in (1, 15, 16, 17, 31, 32, 33):
         prompt = prompt_of(length, length)
         expected = naive_greedy(prompt, 4)
-        for _ in range(3):  # one after another
+        num_cached = (length - 1) // 16 * 16  # full blocks, without the last token: 16 of 32
+        for i in range(3):  # one after another
             engine.add_request(prompt, greedy(4))
             (output,) = run_all(engine).values()
             assert ids_of(output) == [expected]
+            assert output.num_cached_tokens == (num_cached if i else 0)
         for _ in range(3):  # and together
             engine.add_request(prompt, greedy(4))
-        assert [ids_of(output) for output in run_all(engine).values()] == [[expected]] * 3
+        outputs = list(run_all(engine).values())
+        assert [ids_of(output) for output in outputs] == [[expected]] * 3
+        assert [output.num_cached_tokens for output in outputs] == [num_cached] * 3
         engine.add_request(prompt, greedy(1))
         (output,) = run_all(engine).values()
         assert ids_of(output) == [expected[:1]]
+        assert output.num_cached_tokens == num_cached
 
 
 def test_b01_blocks_of_one_token():
@@ -89,6 +98,7 @@ def test_b01_blocks_of_one_token():
         engine.add_request([5], greedy(4))
         (output,) = run_all(engine).values()
         assert ids_of(output) == [naive_greedy([5], 4)]
+        assert output.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("fill", [0.0, np.nan])
@@ -99,7 +109,7 @@ def test_b06_a_preempted_request_replays_its_outputs(budget, num_blocks, fill):
     prompts = {str(i): prompt_of(10, i) for i in range(2)}
     for name, prompt in prompts.items():
         engine.add_request(prompt, greedy(10), name)
-    requests = dict(engine.scheduler.waiting)
+    requests = waiting(engine)
     streamed = {name: [("", 0)] for name in prompts}
     while engine.has_unfinished():
         for output in engine.step():
@@ -110,7 +120,7 @@ def test_b06_a_preempted_request_replays_its_outputs(budget, num_blocks, fill):
         expected = naive_greedy(prompt, 10)
         # Every delta is one token, sent once.
         assert streamed[name] == [(text_of(expected[:n]), n) for n in range(11)]
-    assert [request.num_preemptions for request in requests.values()] == [0, 1]
+    assert [request.num_preemptions for request in requests] == [0, 1]
     assert engine.stats().num_preemptions == 1
     assert_clean(engine)
 
@@ -120,7 +130,7 @@ def test_b06_preempted_twice():
     sizes = [(8, 5), (4, 17), (6, 8)]  # (prompt, outputs)
     for i, (length, max_tokens) in enumerate(sizes):
         engine.add_request(prompt_of(length, i), greedy(max_tokens), str(i))
-    requests = list(engine.scheduler.waiting.values())
+    requests = waiting(engine)
     finished = run_all(engine)
     for i, (length, max_tokens) in enumerate(sizes):
         assert ids_of(finished[str(i)]) == [naive_greedy(prompt_of(length, i), max_tokens)]
@@ -205,7 +215,7 @@ def test_b17_no_livelock(num_blocks):
     engine = tiny_engine(num_blocks)
     for i in range(4):
         engine.add_request(prompt_of(8, i), greedy(12), str(i))
-    oldest = engine.scheduler.waiting["0"]
+    oldest = waiting(engine)[0]
     finished = run_all(engine, max_steps=150)
     for i in range(4):
         assert ids_of(finished[str(i)]) == [naive_greedy(prompt_of(8, i), 12)]
@@ -233,7 +243,8 @@ def bring_to(state: str, n: int):
         stop = next(t for t in first if all(t not in full[i][:9] for i in range(n) if i != 1))
         params = dataclasses.replace(params, stop_token_ids=[stop])
     engine.add_request(prompt, params, "x")
-    children = [engine.scheduler.waiting[name] for name in (["x"] if n == 1 else [f"x[{i}]" for i in range(n)])]
+    children = waiting(engine)
+    assert [child.request_id for child in children] == (["x"] if n == 1 else [f"x[{i}]" for i in range(n)])
 
     reached = {
         "waiting": lambda: True,
@@ -282,7 +293,9 @@ def test_b20_abort_in_every_state(state, n, moment, monkeypatch):
     elif moment == "before the batch is built":
         scheduled = engine.scheduler.schedule()
         abort_twice()
-        sampled = engine.runner.run(build_batch(scheduled, engine.config))
+        batch = build_batch(scheduled, engine.config)
+        engine.runner.copy_blocks(scheduled.copies)
+        sampled = engine.runner.run(batch)
         updated = engine.scheduler.update(scheduled, sampled[: len(scheduled.sampling)])
         seen += engine.outputs.process(updated, engine.scheduler)
     else:
@@ -517,12 +530,12 @@ def test_llm_takes_the_end_of_sequence_ids_of_the_model():
     ids = naive_greedy(prompt_of(10), 20)
     stop = ids[first_new(ids)]
     llm = tiny_llm()
-    assert llm.engine._eos_token_ids == frozenset()
+    assert llm.engine.requests._eos_token_ids == frozenset()
     model = type(llm.engine.runner.model)(dataclasses.replace(llm.engine.runner.model.config, eos_token_ids=(stop,)))
     llm = type(llm)(
         model, params=llm.engine.runner.params, num_blocks=64, block_size=4, max_model_len=64, warm_up=False
     )
-    assert llm.engine._eos_token_ids == {stop}
+    assert llm.engine.requests._eos_token_ids == {stop}
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -776,12 +789,12 @@ def test_an_interrupt_while_tokens_are_handed_out(monkeypatch):
     engine.step()
     update = engine.scheduler.update
 
-    def interrupted(scheduled, sampled):
+    def interrupted(scheduled, sampled, *args):
         def tokens():
             yield sampled[0]
             raise KeyboardInterrupt
 
-        return update(scheduled, tokens())
+        return update(scheduled, tokens(), *args)
 
     monkeypatch.setattr(engine.scheduler, "update", interrupted)
     with pytest.raises(KeyboardInterrupt):

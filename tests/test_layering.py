@@ -29,17 +29,18 @@ class Layer(NamedTuple):
 LAYERS = (
     Layer("pallas_kernels pallas_kernels.*", only=frozenset({"jax", "jaxtyping", "numpy"})),
     Layer("paths models.config models.catalogue", never=DEVICE),
-    Layer("model_input kv_cache sampling.sampler sampling.logits sampling.logprobs"),
+    Layer("model_input kv_cache beams.choose sampling.sampler sampling.logits sampling.logprobs"),
     Layer("models models.*"),
     Layer(
-        "config request outputs block_allocator detokenizer "
-        "sampling sampling.params sampling.checks sampling.processors sampling.edits",
+        "config outputs detokenizer blocks blocks.allocator blocks.table "
+        "sampling sampling.params sampling.checks sampling.processors "
+        "beams beams.params beams.search",
         never=DEVICE,
     ),
-    Layer("scheduler", never=DEVICE),
-    Layer("sampling.extras sampling.log_entries", never=DEVICE),
+    Layer("scheduling scheduling.* blocks.prefix_cache beams.groups", never=DEVICE),
+    Layer("blocks.memory_map beams.rows sampling.edits sampling.extras sampling.log_entries", never=DEVICE),
     Layer("batch output_processor engine_options sampling.pipeline sampling.rows"),
-    Layer("model_runner"),
+    Layer("model_runner requests"),
     Layer("engine"),
     Layer("streaming scoring"),
     Layer("llm"),
@@ -115,7 +116,7 @@ def short_names(module: str, names: set[str]) -> list[str]:
 def package_sources() -> dict[str, str]:
     """{module name: source} of the whole package, the symlinked folders included."""
     package = ROOT / "pagedjax"
-    files = [*package.glob("*.py"), *(package / "sampling").glob("*.py")]
+    files = [*package.rglob("*.py")]  # which does not follow symlinks
     for folder in FOLDERS:
         files += (package / folder).rglob("*.py")
     sources = {}
@@ -160,8 +161,16 @@ def test_folders_are_relative_symlinks(folder):
 
 
 PLANTED = {
-    "upward": ("pagedjax.scheduler", "from pagedjax.engine import LLMEngine", "imports upward: pagedjax.engine"),
-    "upward to a module": ("pagedjax.request", "from pagedjax import scheduler", "imports upward: pagedjax.scheduler"),
+    "upward": (
+        "pagedjax.scheduling.scheduler",
+        "from pagedjax.engine import LLMEngine",
+        "imports upward: pagedjax.engine",
+    ),
+    "upward to a module": (
+        "pagedjax.config",
+        "from pagedjax.scheduling import scheduler",
+        "imports upward: pagedjax.scheduling.scheduler",
+    ),
     "upward inside a function": (
         "pagedjax.models.llama",
         "def f():\n    import pagedjax.engine",
@@ -169,7 +178,7 @@ PLANTED = {
     ),
     "the public face": ("pagedjax.config", "import pagedjax", "imports upward: pagedjax"),
     "kernels know nothing": ("pagedjax.pallas_kernels.op", "import pagedjax.paths", "imports upward: pagedjax.paths"),
-    "jax on the host": ("pagedjax.scheduler", "import jax.numpy as jnp", "must not import jax"),
+    "jax on the host": ("pagedjax.scheduling.scheduler", "import jax.numpy as jnp", "must not import jax"),
     "flax in a config": ("pagedjax.models.config", "from flax import struct", "must not import flax"),
     "kernels use jax only": ("pagedjax.pallas_kernels.op", "import flax", "must not import flax"),
     "torch": ("pagedjax.models.loader", "def f():\n    import torch", "must not import torch"),
@@ -188,7 +197,7 @@ PLANTED = {
 @pytest.mark.parametrize(("module", "source", "breach"), PLANTED.values(), ids=PLANTED.keys())
 def test_a_planted_breach_is_found(module, source, breach):
     package = dict.fromkeys(
-        ["pagedjax", "pagedjax.engine", "pagedjax.scheduler", "pagedjax.paths", "pagedjax.models.config"], ""
+        ["pagedjax", "pagedjax.engine", "pagedjax.scheduling.scheduler", "pagedjax.paths", "pagedjax.models.config"], ""
     )
     found = violations({**package, module: source})
     assert len(found) == 1
@@ -197,8 +206,8 @@ def test_a_planted_breach_is_found(module, source, breach):
 
 def test_a_planted_circle_is_found():
     package = {
-        "pagedjax.request": "from pagedjax.outputs import RequestOutput",
-        "pagedjax.outputs": "from pagedjax.request import Request",
+        "pagedjax.scheduling.request": "from pagedjax.scheduling.group import SequenceGroup",
+        "pagedjax.scheduling.group": "from pagedjax.scheduling.request import Request",
     }
     assert [breach.split(":")[0] for breach in violations(package)] == ["imports in a circle"]
 
@@ -210,8 +219,8 @@ def test_a_good_package_passes():
         "pagedjax.models.config": "from pagedjax.paths import cache_folder",
         "pagedjax.models.llama": "import jax\nfrom flax import linen\nfrom pagedjax.models import config",
         "pagedjax.paths": "import os",
-        "pagedjax.scheduler": "import numpy as np\nfrom pagedjax.paths import cache_folder",
-        "pagedjax.engine": "import jax\nfrom pagedjax.scheduler import Scheduler",
+        "pagedjax.scheduling.scheduler": "import numpy as np\nfrom pagedjax.paths import cache_folder",
+        "pagedjax.engine": "import jax\nfrom pagedjax.scheduling.scheduler import Scheduler",
         "pagedjax.serving.cli": "import pagedjax\nimport typer",
     }
     assert violations(package) == []

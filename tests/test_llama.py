@@ -14,14 +14,16 @@ import pytest
 from tiny_models import random_tensors, tiny
 
 from pagedjax.batch import build_batch
+from pagedjax.blocks.allocator import BlockAllocator
+from pagedjax.blocks.table import BlockTable
 from pagedjax.config import EngineConfig
 from pagedjax.model_runner import ModelRunner
 from pagedjax.models.config import ModelConfig, config_from_hf
 from pagedjax.models.llama import LlamaForCausalLM, Params
 from pagedjax.models.weights import build_params
-from pagedjax.request import Request
 from pagedjax.sampling.params import SamplingParams
-from pagedjax.scheduler import SchedulerOutput
+from pagedjax.scheduling.output import SchedulerOutput
+from pagedjax.scheduling.request import Request
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -146,15 +148,17 @@ def paged_logits(model: LlamaForCausalLM, params: Params, sequences: jax.Array, 
     runner.kv_cache = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), runner.kv_cache)
     free = iter(np.random.default_rng(2).permutation(np.arange(1, 25)))
     requests = [
-        Request(str(i), list(map(int, ids)), SamplingParams(), arrival=i, max_num_tokens=80, seed=0)
+        Request(str(i), list(map(int, ids)), SamplingParams(), arrival=(i,), max_num_tokens=80, seed=0)
         for i, ids in enumerate(sequences)
     ]
+    for request in requests:
+        request.block_table = BlockTable(BlockAllocator(0), BLOCK_SIZE)
     logits: list[list[np.ndarray]] = [[], []]
     for step in [*zip(*CHUNKS, strict=True), *[(1, 1)] * NUM_DECODES]:
         for request, num_new in zip(requests, step, strict=True):
             while len(request.block_table) * BLOCK_SIZE < request.num_computed_tokens + num_new:
-                request.block_table.append(int(next(free)))
-        batch = build_batch(SchedulerOutput(dict(zip(requests, step, strict=True)), requests), config)
+                request.block_table.blocks.append(int(next(free)))
+        batch = build_batch(SchedulerOutput(dict(zip(requests, step, strict=True)), sampling=requests), config)
         assert len(batch.token_ids) == len(batch.logits_indices)
         batch = dataclasses.replace(batch, logits_indices=np.arange(len(batch.token_ids), dtype=np.int32))
         rows = runner.run_with_logits(batch)[1]
@@ -208,7 +212,7 @@ def test_paged_steps_see_no_later_token():
 @each_family
 def test_params_have_the_structure_of_init(changes):
     model, params = random_model(changes)
-    fresh = model.init(jax.random.key(0), random_ids(1, 4))["params"]
+    fresh = jax.eval_shape(model.init, jax.random.key(0), random_ids(1, 4))["params"]
     assert jax.tree.structure(fresh) == jax.tree.structure(params)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), fresh) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
 

@@ -258,9 +258,13 @@ def test_what_cannot_be_scored(args: Any, message):
     assert_clean(llm.engine)
 
 
-def test_max_tokens_0_without_prompt_logprobs_is_refused():
-    with pytest.raises(ValueError, match="max_tokens"):
-        SamplingParams(max_tokens=0)
+def test_max_tokens_0_without_prompt_logprobs_computes_the_prompt_alone():
+    engine = tiny_engine()
+    engine.add_request(prompt_of(9), SamplingParams(max_tokens=0), "x")
+    output = run_all(engine)["x"]
+    assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([], "length")
+    assert output.prompt_logprobs is None
+    assert (engine.stats().num_steps, engine.stats().num_output_tokens) == (1, 0)
 
 
 def with_special_tokens(*, ends: bool) -> Any:

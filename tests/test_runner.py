@@ -33,8 +33,9 @@ from tiny_engine import (
     tiny_params,
 )
 
-from pagedjax import model_runner
+from pagedjax import kv_cache, model_runner
 from pagedjax.batch import build_batch
+from pagedjax.beams.params import BeamSearchParams
 from pagedjax.engine import LLMEngine
 from pagedjax.kv_cache import KVCache, bytes_per_block, init_kv_cache
 from pagedjax.model_runner import ModelRunner, padding_batch
@@ -54,11 +55,11 @@ def test_b69_blocks_that_nobody_owns_keep_their_contents(length, monkeypatch):
     engine = tiny_engine(8, pool_blocks=64)
     fill_pool(engine, MARKER)
     engine.add_request(prompt_of(length), greedy(3))
-    request = next(iter(engine.scheduler.waiting.values()))
+    (request,) = engine.scheduler.requests(engine.scheduler.waiting)
     run, owned = engine.runner.run, {0}
 
     def run_and_note(batch):
-        owned.update(request.block_table)
+        owned.update(request.block_table.blocks)
         return run(batch)
 
     monkeypatch.setattr(engine.runner, "run", run_and_note)
@@ -76,8 +77,8 @@ def test_b69_slots_behind_a_context_are_not_written():
     fill_pool(engine, MARKER)
     engine.add_request(prompt_of(6), greedy(9))
     engine.step()
-    (request,) = engine.scheduler.running.values()
-    first, second = request.block_table
+    (request,) = engine.scheduler.requests(engine.scheduler.running)
+    first, second = request.block_table.blocks
     for pool in pool_of(engine):
         is_marked = (pool == MARKER).all(axis=2)
         assert not is_marked[first].any()
@@ -117,11 +118,11 @@ def test_b69_integrity_checks_refuse_what_would_leave_the_pool(spoil):
     (request,) = scheduled.sampling
     match spoil:
         case "block":
-            request.block_table[0] = engine.config.num_blocks + 1
+            request.block_table.blocks[0] = engine.config.num_blocks + 1
         case "negative block":
-            request.block_table[1] = -1
+            request.block_table.blocks[1] = -1
         case "missing block":
-            request.block_table.pop()
+            request.block_table.blocks.pop()
         case "token":
             request.token_ids[2] = -1
     with pytest.raises(AssertionError):
@@ -176,7 +177,7 @@ def test_b70_real_rows_of_a_padded_bucket(num_rows, max_query_len):
             engine.add_request(prompt_of(2 + i, i), greedy(9))
         engine.step()
         while len(engine.scheduler.running) < num_rows or any(
-            request.num_tokens - request.num_computed_tokens > 1 for request in engine.scheduler.running.values()
+            request.num_left > 1 for request in engine.scheduler.requests(engine.scheduler.running)
         ):
             engine.step()
         batch = in_bucket(build_batch(engine.scheduler.schedule(), engine.config), 8, max_query_len)
@@ -296,7 +297,9 @@ def test_b73_the_buckets_cover_the_limits(max_num_batched_tokens, max_num_seqs):
             assert (bucket, bucket) in shapes, f"{num_tokens} tokens"
 
 
-def random_params(rng: np.random.Generator) -> SamplingParams:
+def random_params(rng: np.random.Generator) -> SamplingParams | BeamSearchParams:
+    if rng.random() < 0.1:
+        return BeamSearchParams(beam_width=int(rng.integers(1, 5)), max_tokens=int(rng.integers(1, 12)))
     extras: dict[str, Any] = {}
     if rng.random() < 0.3:
         extras = {
@@ -309,7 +312,7 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
         }
     return SamplingParams(
         **extras,
-        n=int(rng.choice([1, 1, 1, 2, 3])),
+        n=int(rng.choice([1, 1, 1, 2, 5])),
         temperature=float(rng.choice([0.0, 1e-40, 0.7, 20.0])),
         top_k=int(rng.choice([0, 0, 1, 7, 500])),
         top_p=float(rng.choice([0.0, 0.5, 1.0, 1.0])),
@@ -322,7 +325,7 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
 
 def test_b73_nothing_compiles_after_warm_up():
     engine = tiny_engine(
-        60,
+        30,
         pool_blocks=60,
         block_size=8,
         max_model_len=128,
@@ -343,17 +346,18 @@ def test_b73_nothing_compiles_after_warm_up():
             for _ in range(int(rng.integers(1, 10))):
                 compiled = num_compiles()
                 engine.step()
-                batch_sizes.add(len(engine.scheduler.running))
+                batch_sizes.add(len(engine.scheduler.requests(engine.scheduler.running)))
                 if num_compiles() > compiled:
-                    late.append(len(engine.scheduler.running))
+                    late.append(len(engine.scheduler.requests(engine.scheduler.running)))
             if rng.random() < 0.2 and engine.outputs.groups:
                 engine.abort(str(rng.choice(list(engine.outputs.groups))))
         while engine.has_unfinished():
             compiled = num_compiles()
             engine.step()
             if num_compiles() > compiled:
-                late.append(len(engine.scheduler.running))
+                late.append(len(engine.scheduler.requests(engine.scheduler.running)))
         total = num_compiles()
+    assert engine.stats().num_block_copies > 100
     assert total == 0, f"{total} compiles, in steps after which so many were running: {late}"
     assert programs_in_caches() == before
     assert batch_sizes >= set(range(1, 14))
@@ -429,7 +433,7 @@ def test_b74_a_failed_step_is_recomputed(failure, num_steps_before, monkeypatch)
         engine.add_request(prompt, seeded if name == "2" else greedy(9), name)
     for _ in range(num_steps_before):
         engine.step()
-    running = [engine.scheduler.running[name] for name in engine.scheduler.running]
+    running = engine.scheduler.requests(engine.scheduler.running)
     FAILURES[failure](engine, monkeypatch)
     old = jax.tree.leaves(engine.runner.kv_cache)
     with pytest.raises(RuntimeError, match="planted"):
@@ -547,6 +551,12 @@ def test_a_layer_updates_the_pool_in_place(num_tokens, max_query_len):
     kv = large_cache().k  # as keys and values
     lowered = llama._paged_layer.lower(CONFIG, None, shapes_of(tiny_params()["layers_0"]), x, rope, batch.attn, kv=kv)
     assert_in_place(lowered.compile(), 2)
+
+
+@pytest.mark.parametrize("tile", [1, 8, 256])
+def test_copies_of_blocks_are_in_place(tile):
+    kv, pairs = large_cache().k, jax.ShapeDtypeStruct((256,), jnp.int32)
+    assert_in_place(kv_cache._copy_layer_blocks.lower(tile, *kv, pairs, pairs, 3).compile(), 2)
 
 
 @pytest.mark.parametrize(("num_tokens", "max_query_len"), [(1, 1), (8, 1), (8, 8)])

@@ -26,10 +26,10 @@ from tiny_engine import (
 
 from pagedjax.engine import LLMEngine
 from pagedjax.outputs import CompletionOutput, RequestOutput
-from pagedjax.request import Request
 from pagedjax.sampling.edits import bits_of, tokenize_bad_words
 from pagedjax.sampling.params import SamplingParams
 from pagedjax.sampling.processors import LogitsProcessor
+from pagedjax.scheduling.request import Request
 
 PROMPT = prompt_of(10)
 
@@ -43,7 +43,7 @@ def assert_edited_greedy(params: SamplingParams, output: Sequence[int], eos: Seq
     words = tokenize_bad_words(params.bad_words, ascii_tokenizer(), VOCAB_SIZE)
     logits = dense_logits([*PROMPT, *output])[len(PROMPT) - 1 : -1]
     for i, token in enumerate(output):
-        request = Request("x", list(PROMPT), params, arrival=0, max_num_tokens=64, seed=0, bad_word_ids=words)
+        request = Request("x", list(PROMPT), params, arrival=(0,), max_num_tokens=64, seed=0, bad_word_ids=words)
         request.token_ids += output[:i]
         edited = reference_row(request, logits[i], eos)
         # A repetition penalty scales what rounding does to a logit.
@@ -87,7 +87,7 @@ def test_b30_a_preemption_changes_nothing(options):
     params = greedy(16, **options)
     engine = tiny_engine()
     engine.add_request(PROMPT, params, "x")
-    while not any(request.num_output_tokens == 4 for request in engine.scheduler.running.values()):
+    while not any(request.num_output_tokens == 4 for request in engine.scheduler.requests(engine.scheduler.running)):
         engine.step()
     engine.scheduler.preempt_all()
     (output,) = run_all(engine)["x"].outputs
@@ -283,7 +283,7 @@ def test_a_seed_that_is_preempted_and_resumed(num_outputs):
     engine = tiny_engine(tokenizer=ascii_tokenizer(), max_num_batched_tokens=8)
     engine.add_request(prompt_of(5, 1), greedy(3, presence_penalty=1.0), "neighbour")
     engine.add_request(PROMPT, everything(), "x")
-    request = engine.scheduler.waiting["x"]
+    (request,) = engine.scheduler.waiting["x"].requests
     engine.step()
     for count in (num_outputs, num_outputs + 2):
         while request.num_output_tokens < count:

@@ -29,7 +29,7 @@ REFUSED: dict[str, list[Any]] = {
     "token_mask": [5, "mask", np.zeros(4, np.uint32)],
     "logits_processors": [None, 5, "abc", [len], [None], LogitsProcessor(len)],
     "min_tokens": [-1, 1.0, True, None, "1", 17, math.nan],
-    "max_tokens": [0, -1, 1.0, True, "1", math.nan],
+    "max_tokens": [-1, 1.0, True, "1", math.nan],
     "logprobs": [-2, 1.0, True, "1", math.nan],
     "prompt_logprobs": [-2, 1.0, True, "1", math.nan],
     "stop": [b"a", [""], "", 5, [5], None, ["a", b"b"]],
@@ -45,7 +45,7 @@ TAKEN: dict[str, list[Any]] = {
     "token_mask": [None, lambda prompt_ids, output_ids: None],
     "logits_processors": [(), [], [LogitsProcessor(len)]],
     "min_tokens": [0, 1, 16, np.int64(3)],
-    "max_tokens": [None, 1, 2**31 - 1],
+    "max_tokens": [None, 0, 1, 2**31 - 1],
     "logprobs": [None, 0, 5, -1],
     "prompt_logprobs": [None, 0, 5, -1],
 }
@@ -138,8 +138,7 @@ def test_min_tokens_and_max_tokens():
     with pytest.raises(ValueError, match="min_tokens must be at most max_tokens, 3, got 4"):
         SamplingParams(min_tokens=4, max_tokens=3)
     assert SamplingParams(min_tokens=4, max_tokens=None).min_tokens == 4
-    with pytest.raises(ValueError, match="max_tokens must be at least 1 without prompt_logprobs, got 0"):
-        SamplingParams(max_tokens=0, logprobs=1)
+    assert SamplingParams(max_tokens=0).max_tokens == 0
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
 
 

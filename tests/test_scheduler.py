@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from pagedjax.batch import build_batch
 from pagedjax.config import EngineConfig
-from pagedjax.request import FinishReason, Request, RequestStatus
 from pagedjax.sampling.params import SamplingParams
-from pagedjax.scheduler import Scheduler, SchedulerOutput
+from pagedjax.scheduling.group import SequenceGroup
+from pagedjax.scheduling.output import SchedulerOutput
+from pagedjax.scheduling.request import FinishReason, Request, RequestStatus
+from pagedjax.scheduling.scheduler import Scheduler
 
 VOCAB_SIZE = 128
 
@@ -60,18 +62,28 @@ class Engine:
             request_id=name,
             prompt_token_ids=prompt,
             params=SamplingParams(temperature=0.0),
-            arrival=self.num_added,
+            arrival=(self.num_added,),
             max_num_tokens=min(limit, self.config.max_seq_len),
             seed=0,
             **kwargs,
         )
         self.num_added += 1
-        self.scheduler.add(request)
+        self.scheduler.add(SequenceGroup([request]))
+        return request
+
+    def abort(self, name) -> Request | None:
+        """Ends a request in any state, also between `schedule` and `update`; None if no unfinished one has this id."""
+        scheduler = self.scheduler
+        unfinished = scheduler.requests(scheduler.running) + scheduler.requests(scheduler.waiting)
+        request = next((request for request in unfinished if request.request_id == name), None)
+        if request is not None:
+            scheduler.finish(request, FinishReason.ABORT)
         return request
 
     def run_device(self, scheduled: SchedulerOutput) -> np.ndarray:
         batch = build_batch(scheduled, self.config)
         num_tokens = int(batch.attn.query_start_loc[-1])
+        assert not scheduled.copies, "each request here is alone in its group: what it shares is full"
         self.pool[batch.attn.slot_mapping[:num_tokens]] = batch.token_ids[:num_tokens]
         sampled = []
         for index in batch.logits_indices[: int(batch.num_samples)]:
@@ -82,8 +94,8 @@ class Engine:
 
     def schedule(self) -> SchedulerOutput:
         config, scheduler = self.config, self.scheduler
-        before = list(scheduler.running.values())
-        decoding = [request for request in before if request.num_tokens - request.num_computed_tokens == 1]
+        before = scheduler.requests(scheduler.running)
+        decoding = [request for request in before if request.num_left == 1]
         scheduled = scheduler.schedule()
         self.num_steps += 1
         batch = scheduled.num_new_tokens
@@ -91,7 +103,7 @@ class Engine:
         assert scheduled.num_tokens == sum(batch.values()) <= config.max_num_batched_tokens
         assert len(batch) <= config.max_num_running
         assert batch or not scheduler.has_unfinished, "nothing computed, and something to do"
-        assert set(batch) == set(scheduler.running.values()), "a running request is starved"
+        assert set(batch) == set(scheduler.requests(scheduler.running)), "a running request is starved"
         assert set(decoding) <= {*batch, *scheduled.preempted}, "a decode is starved"
         assert set(scheduled.preempted) == set(before) - set(batch)
         if before:
@@ -140,7 +152,7 @@ def test_the_fake_device_notices_a_stale_slot():
     engine = Engine(num_blocks=4)
     request = engine.add("a", prompt_of(6), max_tokens=6)
     engine.step()
-    engine.pool[request.block_table[0] * 4 + 2] += 1
+    engine.pool[request.block_table.blocks[0] * 4 + 2] += 1
     engine.run()
     assert request.token_ids != reference(request.prompt_token_ids, 12)
 
@@ -308,7 +320,7 @@ def bring_to(state: str) -> tuple[Engine, Request]:
     if state == "done":
         while not request.is_finished:
             engine.step()
-    assert not engine.scheduler.running["other"].is_finished
+    assert "other" in engine.scheduler.running
     return engine, request
 
 
@@ -319,13 +331,13 @@ def test_b20_abort_in_every_state(state, moment):
     expected_status = {"waiting": "waiting", "preempted": "preempted", "done": "finished"}.get(state, "running")
     assert request.status.value == expected_status
     assert (request.num_computed_tokens == 12 - 1) == (state == "mid-chunk")
-    other = engine.scheduler.running["other"]
+    (other,) = engine.scheduler.running["other"].requests
 
     scheduled = engine.schedule() if moment == "between schedule and update" else None
     token_ids = list(request.token_ids)
-    assert engine.scheduler.abort("x") is (None if state == "done" else request)
-    assert engine.scheduler.abort("x") is None
-    assert engine.scheduler.abort("unknown") is None
+    assert engine.abort("x") is (None if state == "done" else request)
+    assert engine.abort("x") is None
+    assert engine.abort("unknown") is None
     if scheduled:
         updated = engine.scheduler.update(scheduled, engine.run_device(scheduled))
         assert updated == [other]
@@ -339,15 +351,15 @@ def test_b20_abort_in_every_state(state, moment):
 def test_b22_an_id_is_unique_while_its_request_is_unfinished():
     engine = Engine(num_blocks=20)
     first = engine.add("x", prompt_of(10), max_tokens=5)
-    with pytest.raises(ValueError, match="'x' is not finished"):
+    with pytest.raises(AssertionError, match="x is not finished"):
         engine.add("x", prompt_of(6), max_tokens=5)
     engine.step()
-    with pytest.raises(ValueError, match="'x' is not finished"):
+    with pytest.raises(AssertionError, match="x is not finished"):
         engine.add("x", prompt_of(6), max_tokens=5)
 
     scheduled = engine.schedule()
     sampled = engine.run_device(scheduled)
-    assert engine.scheduler.abort("x") is first
+    assert engine.abort("x") is first
     second = engine.add("x", prompt_of(6, 1), max_tokens=5)
     assert engine.scheduler.update(scheduled, sampled) == []  # the first one's token does not go to the second
     engine.run()
@@ -394,7 +406,7 @@ def test_a_lost_pool_is_recomputed():
     engine.scheduler.preempt_all()
     engine.lose_pool()
     assert engine.scheduler.update(scheduled, [1, 2, 3]) == []  # late results are dropped, if there are any
-    assert list(engine.scheduler.waiting.values()) == requests
+    assert engine.scheduler.requests(engine.scheduler.waiting) == requests
     assert engine.scheduler.allocator.num_free_blocks == 20
     engine.run()
     for request in requests:
@@ -477,14 +489,14 @@ def test_any_workload(workload, num_blocks, block_size, budget, max_num_seqs, ma
         aborts = [i for i in requests if workload[i].abort_step == step]
         for i in aborts:
             if not workload[i].abort_in_step:
-                scheduler.abort(str(i))
+                engine.abort(str(i))
         scheduled = engine.schedule()
         if step in failing_steps:
             scheduler.preempt_all()
             engine.lose_pool()
         sampled = engine.run_device(scheduled) if scheduled and step not in failing_steps else []
         for i in aborts:
-            scheduler.abort(str(i))
+            engine.abort(str(i))
         if step not in failing_steps:
             updated = scheduler.update(scheduled, sampled)
             assert updated == [r for r in scheduled.sampling if r.finish_reason is not FinishReason.ABORT]

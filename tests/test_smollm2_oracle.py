@@ -220,10 +220,10 @@ def record_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, 
         tokens, last_step[:] = llm.engine.runner.run_with_logits(batch)
         return tokens
 
-    def recording_update(scheduled: Any, sampled: Any) -> Any:
+    def recording_update(scheduled: Any, sampled: Any, *args: Any) -> Any:
         for request, logits in zip(scheduled.sampling, last_step, strict=False):
             recorded[request.request_id, request.num_output_tokens] = logits.copy()  # a view keeps padding alive
-        return update(scheduled, sampled)
+        return update(scheduled, sampled, *args)
 
     monkeypatch.setattr(llm.engine.runner, "run", run)
     monkeypatch.setattr(llm.engine.scheduler, "update", recording_update)

@@ -293,10 +293,10 @@ def watch_for_overlaps(monkeypatch, llm: LLM) -> None:
     busy = threading.Lock()
 
     def alone(call):
-        def guarded(*arguments):
+        def guarded(*arguments, **options):
             assert busy.acquire(blocking=False), "two calls of the engine at a time"
             try:
-                return call(*arguments)
+                return call(*arguments, **options)
             finally:
                 busy.release()
 

@@ -165,12 +165,18 @@ def unchecked(name: str) -> ModuleType:
 
 
 def unchecked_engine(**options: Any) -> LLMEngine:
-    return tiny_engine(engine_class=unchecked("pagedjax.engine").LLMEngine, **options)
+    return tiny_engine(engine_class=unchecked_engine_class(), **options)
+
+
+def unchecked_engine_class() -> type[LLMEngine]:
+    module: Any = unchecked("pagedjax.engine")
+    module.RequestFactory = unchecked("pagedjax.requests").RequestFactory
+    return module.LLMEngine
 
 
 def unchecked_llm(**options: Any) -> LLM:
     module: Any = unchecked("pagedjax.llm")
-    module.LLMEngine = unchecked("pagedjax.engine").LLMEngine
+    module.LLMEngine = unchecked_engine_class()
     for name in ("SharedEngine", "Stream", "AsyncStream", "Inbox"):
         setattr(module, name, getattr(unchecked("pagedjax.streaming"), name))
     return tiny_llm(module.LLM, **options)
@@ -204,8 +210,8 @@ def assert_greedy(prompt: Sequence[int], output: Sequence[int]) -> None:
 
 
 def reference(prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
-    """REF: the ids of the same request alone, in a large pool, without chunks."""
-    engine = tiny_engine(max_num_batched_tokens=MAX_MODEL_LEN)
+    """REF: the ids of the same request alone, in a large pool, without chunks and without a prefix cache."""
+    engine = tiny_engine(max_num_batched_tokens=MAX_MODEL_LEN, enable_prefix_caching=False)
     engine.add_request(prompt, params)
     (output,) = run_all(engine).values()
     return output.outputs[index].token_ids
@@ -235,6 +241,7 @@ def step_with_logits(engine: LLMEngine) -> dict[str, np.ndarray]:
     """One step; the logits that each request sampled from. As `runner.run_with_logits`, but compiled."""
     scheduled = engine.scheduler.schedule()
     runner, batch = engine.runner, jax.device_put(build_batch(scheduled, engine.config))
+    runner.copy_blocks(scheduled.copies)
     hidden, runner.kv_cache = paged_step(CONFIG, runner.params, batch, runner.kv_cache)
     tokens, logits = map(np.asarray, _head(runner.params, hidden, batch))
     updated = engine.scheduler.update(scheduled, tokens[: len(scheduled.sampling)])
@@ -257,14 +264,20 @@ def pool_of(engine: LLMEngine) -> list[np.ndarray]:
 
 
 def assert_clean(engine: LLMEngine) -> None:
-    """CLEAN: every block is free and no request left anything behind."""
+    """CLEAN: every block is free, nothing is held, and no request left anything behind but names of free blocks."""
     scheduler = engine.scheduler
     assert not engine.has_unfinished()
     assert not scheduler.running
     assert not scheduler.waiting
     scheduler.check_integrity()
     assert scheduler.allocator.num_free_blocks == engine.config.num_blocks
+    assert scheduler.allocator.num_references == 0
     assert not any(scheduler.allocator.ref_count(block) for block in range(engine.config.num_blocks + 1))
+    assert not scheduler.kv.held
+    assert not scheduler.kv.pinned
+    assert not engine._keeping
+    assert not engine.inboxes
     assert not engine.outputs.groups
+    assert not engine.outputs.names
     assert not engine.outputs._group_of
     assert engine.step() == []

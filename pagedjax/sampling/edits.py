@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
-from pagedjax.request import Request
+from pagedjax.scheduling.request import Request
 
 ALL = np.uint32(0xFFFFFFFF)
 Bits = UInt32[np.ndarray, "W"]

@@ -9,10 +9,10 @@ from operator import itemgetter
 import numpy as np
 from jaxtyping import Int32
 
-from pagedjax.request import Request
 from pagedjax.sampling.edits import ALL, LogitBias, LogitEdits, TokenHistory, build_edits
 from pagedjax.sampling.processors import LogitsProcessor, form_of
-from pagedjax.scheduler import SchedulerOutput
+from pagedjax.scheduling.output import SchedulerOutput
+from pagedjax.scheduling.request import Request
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class StepExtras:
     prompt: PromptTargets | None = None
     failed: dict[Request, Exception] = field(default_factory=dict)
     """Requests whose own functions raised: they end, the others go on."""
+
+    @property
+    def is_for_sampling(self) -> bool:
+        """Whether tokens are drawn in any other way than without extras, or their log-probabilities wanted."""
+        return bool(self.processors or self.edits) or self.num_top is not None
 
 
 def build_extras(scheduled: SchedulerOutput, row_sizes: tuple[int, ...], vocab_size: int) -> StepExtras | None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedjax.outputs import Logprob, LogprobsOfPosition
-from pagedjax.request import Request
 from pagedjax.sampling.extras import PromptTargets
+from pagedjax.scheduling.request import Request
 
 
 @dataclass(frozen=True)

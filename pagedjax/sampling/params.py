@@ -66,8 +66,8 @@ class SamplingParams:
     seed: int | None = None
     """0 to 2**64 - 1. The same seed gives the same tokens whatever else is in the batch; None draws a fresh one."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None generates until a stop or the model's length limit, 0 only scores the prompt and
-    needs prompt_logprobs."""
+    """Most tokens to generate; None generates until a stop or the model's length limit, 0 only computes the prompt: for
+    its log-probabilities, or to have it in the prefix cache."""
     min_tokens: int = 0
     """Until there are so many, no end-of-sequence token and none of stop_token_ids is sampled, and stop strings that
     are complete by then do not act."""
@@ -88,6 +88,9 @@ class SamplingParams:
     """Give the log-probabilities of so many most likely tokens, and of the sampled one; -1 is the vocabulary."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt."""
+    prompt_logprobs_start: int = 1
+    """The first position of the prompt that prompt_logprobs are given for. Those before are None, and only for them can
+    the prefix cache save the computation."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -133,12 +136,11 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 checks.check_int(name, value, -1)
+        checks.check_int("prompt_logprobs_start", self.prompt_logprobs_start, 1)
         checks.check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is None:
             return
         checks.check_int("max_tokens", self.max_tokens, 0)
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise ValueError("max_tokens must be at least 1 without prompt_logprobs, got 0")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
 

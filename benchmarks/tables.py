@@ -1,0 +1,33 @@
+"""What a part of a benchmark gives back: Markdown for people, data for a JSON file, and how they are made."""
+
+import platform
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from offline_throughput import cpu_name
+
+
+class Report(NamedTuple):
+    """One part's results."""
+
+    name: str
+    markdown: str
+    data: dict[str, Any]
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; all columns but the first are aligned to the right."""
+    lines = [list(columns), ["---", *["--:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def section(title: str, *paragraphs: str) -> str:
+    """A heading and what stands under it."""
+    return "\n\n".join([f"## {title}", *paragraphs]) + "\n"
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    packages = {name: version(name) for name in ("jax", "flax", "numpy", "transformers")}
+    return {"cpu": cpu_name(), "python": platform.python_version(), **packages}

@@ -1,0 +1,169 @@
+"""An engine whose device is a numpy pool of token ids: every read is checked, and a step takes microseconds.
+
+The pool holds token ids instead of KV. What a request reads through its table must be its own tokens, slot by slot, and
+the next token is a checksum of them: one slot that is stale, missing, uncopied or someone else's is found at once.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from pagedjax.beams.params import BeamSearchParams
+from pagedjax.beams.search import BeamSearch, Hypothesis
+from pagedjax.config import EngineConfig
+from pagedjax.engine import LLMEngine
+from pagedjax.model_runner import ModelRunner, StepResult
+
+VOCAB_SIZE = 32
+NOTHING = -1
+
+
+def next_token(token_ids: Sequence[int], seed: int = 0, sample_index: int = 0, num_outputs: int = 0) -> int:
+    """The fake model and its sampler: depends on every token, on their order and on the random stream."""
+    stream = np.array([seed >> 32, seed & 0xFFFFFFFF, sample_index, num_outputs], np.uint32).tobytes()
+    return zlib.crc32(np.asarray(token_ids, np.int32).tobytes() + (stream if seed else b"")) % VOCAB_SIZE
+
+
+def next_logprobs(token_ids: Sequence[int]) -> np.ndarray:
+    """f32[V] log-probabilities of the fake model."""
+    logits = np.random.default_rng(zlib.crc32(np.asarray(token_ids, np.int32).tobytes())).normal(0, 3, VOCAB_SIZE)
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+
+def best_candidates(contexts: Sequence[Sequence[int]], scores: Sequence[float], count: int) -> tuple[list, list, list]:
+    """The best continuations of several beams: scores, beams, tokens."""
+    pairs = zip(contexts, scores, strict=True)
+    totals = np.concatenate([next_logprobs(context) + np.float32(score) for context, score in pairs])
+    best = np.argsort(-totals, kind="stable")[:count]
+    return totals[best].tolist(), (best // VOCAB_SIZE).tolist(), (best % VOCAB_SIZE).tolist()
+
+
+def completion_reference(
+    prompt: Sequence[int], num_tokens: int, seed: int = 0, sample_index: int = 0, outputs: Sequence[int] = ()
+) -> list[int]:
+    """All outputs of a completion alone, of which the first are `outputs`."""
+    outputs = list(outputs)
+    while len(outputs) < num_tokens:
+        outputs.append(next_token([*prompt, *outputs], seed, sample_index, len(outputs)))
+    return outputs
+
+
+def beam_reference(prompt: Sequence[int], params: BeamSearchParams, max_tokens: int) -> list[Hypothesis]:
+    """The outputs of a search alone."""
+    search = BeamSearch(params, frozenset(), max_tokens)
+    while not search.is_done:
+        contexts = [[*prompt, *outputs] for outputs in search.token_ids]
+        search.advance(*best_candidates(contexts, search.scores, search.num_candidates))
+    return search.hypotheses()
+
+
+class DeviceError(Exception):
+    """What a step raises that is told to fail."""
+
+
+class FakeRunner(ModelRunner):
+    """What a `ModelRunner` is to the engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        model: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB_SIZE))
+        self.model, self.config = model, config
+        self._shapes_run = set()
+        self.engine: LLMEngine | None = None
+        self.fails = False
+        """Whether the next step raises, and loses the pool."""
+        self.num_copies = 0
+        self.num_tokens = 0
+        """Tokens computed so far."""
+        self.lose_pool()
+
+    def lose_pool(self) -> None:
+        self.pool = np.full((self.config.num_blocks + 1, self.config.block_size), NOTHING, np.int32)
+
+    def restore_kv_cache(self) -> None:
+        pass
+
+    def update_params(self, params: Any) -> None:
+        self.lose_pool()
+
+    def copy_blocks(self, copies: Mapping[int, int]) -> None:
+        assert self.engine is not None
+        allocator = self.engine.scheduler.allocator
+        for target, source in copies.items():  # as the device does it, one after the other
+            assert allocator.ref_count(target) == 1
+            assert target != source
+            self.pool[target] = self.pool[source]
+        self.num_copies += len(copies)
+
+    def run(self, batch: Any) -> np.ndarray:
+        self._write(batch)
+        return self._sample(batch)
+
+    def run_with(self, batch: Any, extras: Any, beams: Any = None) -> StepResult:
+        self._write(batch)
+        candidates = None
+        if beams is not None:
+            candidates = self._candidates(batch, beams)
+        return StepResult(self._sample(batch), beams=candidates)
+
+    def _write(self, batch: Any) -> None:
+        assert self.engine is not None
+        if self.fails:
+            self.fails = False
+            self.lose_pool()
+            raise DeviceError
+        allocator = self.engine.scheduler.allocator
+        num_tokens = int(batch.attn.query_start_loc[-1])
+        slots = np.asarray(batch.attn.slot_mapping[:num_tokens])
+        assert len(set(slots.tolist())) == num_tokens, "two tokens in one slot"
+        for block in set((slots // self.config.block_size).tolist()):
+            assert allocator.ref_count(block) <= 1, f"a write into block {block}, which is shared"
+        self.pool.reshape(-1)[slots] = batch.token_ids[:num_tokens]
+        self.num_tokens += num_tokens
+
+    def _context(self, batch: Any, index: int) -> list[int]:
+        row = int(np.searchsorted(batch.attn.query_start_loc, index, side="right")) - 1
+        context = self.pool[batch.attn.block_tables[row]].ravel()[: batch.attn.context_lens[row]].tolist()
+        assert NOTHING not in context, "a slot that was never written"
+        return context
+
+    def _sample(self, batch: Any) -> np.ndarray:
+        sampled = np.zeros(len(batch.logits_indices), np.int32)
+        sampling = batch.sampling
+        for i in range(int(batch.num_samples)):
+            high, low = map(int, sampling.seed[i])
+            seed = (high << 32) + low if sampling.temperature[i] else 0
+            stream = (seed, int(sampling.sample_index[i]), int(sampling.num_outputs[i]))
+            sampled[i] = next_token(self._context(batch, int(batch.logits_indices[i])), *stream)
+        return sampled
+
+    def _candidates(self, batch: Any, beams: Any) -> Any:
+        size = beams.num_candidates
+        scores = np.full((len(beams.rows), size), -np.inf, np.float32)
+        which, tokens = np.zeros((2, len(beams.rows), size), np.int32)
+        for g, group in enumerate(beams.groups):
+            count = len(group.requests)
+            contexts = [self._context(batch, int(beams.source[row])) for row in beams.rows[g, :count]]
+            assert contexts == [request.token_ids for request in group.requests], "the KV is not the beam's"
+            assert np.isneginf(beams.scores[g, count:]).all()
+            columns = best_candidates(contexts, beams.scores[g, :count].tolist(), size)
+            for out, column in zip((scores, which, tokens), columns, strict=True):
+                out[g, : len(column)] = column
+        return SimpleNamespace(scores=scores, beams=which, tokens=tokens)
+
+
+def fake_engine(num_blocks: int = 64, **options: Any) -> LLMEngine:
+    sizes = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 24}
+    config = EngineConfig(num_blocks=num_blocks, check_integrity=True, **{**sizes, **options})
+    runner = FakeRunner(config)
+    engine = LLMEngine(runner, config)
+    runner.engine = engine
+    return engine
+
+
+def device_of(engine: LLMEngine) -> FakeRunner:
+    """The fake device, with its counters."""
+    assert isinstance(engine.runner, FakeRunner)
+    return engine.runner

@@ -1,0 +1,251 @@
+"""Sharing in thousands of drawn schedules, on the fake device: groups, beams, forks, handles, pins, lost pools."""
+
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fake_device import (
+    VOCAB_SIZE,
+    DeviceError,
+    beam_reference,
+    completion_reference,
+    device_of,
+    fake_engine,
+    next_token,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedjax.beams.params import BeamSearchParams
+from pagedjax.engine import LLMEngine
+from pagedjax.outputs import RequestOutput
+from pagedjax.sampling.params import SamplingParams
+from pagedjax.scheduling.sequences import Sequence
+
+COMMON = random.Random(9).choices(range(VOCAB_SIZE), k=40)
+
+
+@dataclass
+class World:
+    """An engine under a random user, who remembers what must come out."""
+
+    engine: LLMEngine
+    rng: random.Random
+    asked: dict[str, tuple[list[int], Any, list[int]]] = field(default_factory=dict)
+    """Request -> prompt, params, outputs that it did not choose itself."""
+    limits: dict[str, int] = field(default_factory=dict)
+    """Most tokens that the pool had room for when it was added."""
+    fork_seeds: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+    handles: list[Sequence] = field(default_factory=list)
+    num_failures: int = 0
+
+    def prompt(self) -> list[int]:
+        num_common = self.rng.choice([0, 3, 8, 12, 21, 40])
+        return COMMON[:num_common] + self.rng.choices(range(VOCAB_SIZE), k=self.rng.randint(1, 6))
+
+    def params(self) -> Any:
+        n, max_tokens = self.rng.randint(1, 4), self.rng.randint(1, 14)
+        match self.rng.randrange(4):
+            case 0:
+                return BeamSearchParams(beam_width=n, max_tokens=max_tokens, length_penalty=self.rng.choice([0.0, 1.0]))
+            case 1:
+                return SamplingParams(temperature=1.0, seed=self.rng.randrange(2**64), n=n, max_tokens=max_tokens)
+            case _:
+                return SamplingParams(temperature=0.0, n=self.rng.choice([1, n]), max_tokens=max_tokens)
+
+    def act(self) -> None:
+        """One thing that a user may do between two steps."""
+        action = self.rng.choice([self.add, self.add, self.fork, self.append, self.abort, self.hold, self.drop])
+        if self.rng.random() < 0.05:
+            action = self.rng.choice([self.pin, self.reset, self.update_params, self.fail])
+        try:
+            action()
+        except ValueError as error:
+            if "can never fit" not in str(error) and "may be needed" not in str(error):
+                raise
+
+    def add(self) -> None:
+        prompt, params = self.prompt(), self.params()
+        if self.handles and self.rng.random() < 0.4:
+            prompt = self.rng.choice(self.handles)
+        token_ids = prompt.token_ids if isinstance(prompt, Sequence) else prompt
+        keeps = self.rng.random() < 0.3 and not isinstance(params, BeamSearchParams)
+        request_id = self.engine.add_request(prompt, params, keeps_kv=keeps)
+        self.limits[request_id] = self.engine.config.max_seq_len_in(self.engine.scheduler.kv.num_usable_blocks)
+        self.asked[request_id] = (token_ids, params, [])
+
+    def single(self) -> str | None:
+        groups = self.engine.outputs.groups
+        names = [
+            n for n, group in groups.items() if n in self.asked and not group.beams and len(group.completions) == 1
+        ]
+        return self.rng.choice(names) if names else None
+
+    def known_outputs(self, request_id: str) -> list[int]:
+        return self.engine.outputs.groups[request_id].completions[0].request.output_token_ids
+
+    def fork(self) -> None:
+        if (name := self.single()) is not None:
+            prompt, params, _ = self.asked[name]
+            fork = self.engine.fork(name)
+            self.asked[fork] = (prompt, params, self.known_outputs(fork))
+            self.fork_seeds[fork] = self.engine.outputs.groups[fork].completions[0].request.seed
+
+    def append(self) -> None:
+        if (name := self.single()) is not None:
+            request = self.engine.outputs.groups[name].completions[0].request
+            if request.max_num_tokens - request.num_tokens > 2:
+                self.engine.append(name, self.rng.choices(range(VOCAB_SIZE), k=2))
+                prompt, params, _ = self.asked[name]
+                self.asked[name] = (prompt, params, self.known_outputs(name))
+
+    def abort(self) -> None:
+        if self.engine.outputs.groups and self.rng.random() < 0.5:
+            name = self.rng.choice(list(self.engine.outputs.groups))
+            if name in self.asked:
+                output = self.engine.abort(name)
+                assert output is not None
+                self.outputs[name] = output
+
+    def hold(self) -> None:
+        for name in [name for name in self.engine._keeping if name in self.outputs]:
+            self.take(name)
+        if self.handles:
+            fork = self.rng.choice(self.handles).fork()
+            fork.append(self.rng.choices(range(VOCAB_SIZE), k=self.rng.randint(1, 3)))
+            self.handles.append(fork)
+
+    def take(self, name: str) -> None:
+        store = self.engine.scheduler.kv
+        for kv, completion in zip(self.engine.take_kept(name), self.outputs[name].outputs, strict=True):
+            assert kv.token_ids == self.outputs[name].prompt_token_ids + completion.token_ids
+            if len(kv.token_ids) < 55:
+                self.handles.append(self.engine.handle(kv))
+            else:
+                store.drop(kv)
+
+    def drop(self) -> None:
+        if self.handles:
+            self.handles.pop(self.rng.randrange(len(self.handles))).free()
+
+    def pin(self) -> None:
+        self.handles.append(self.engine.handle(self.engine.pin(self.prompt())))
+
+    def reset(self) -> None:
+        self.engine.scheduler.forget_prefixes()
+
+    def update_params(self) -> None:
+        self.engine.update_params({})
+
+    def fail(self) -> None:
+        device_of(self.engine).fails = True
+
+    def step(self) -> None:
+        try:
+            for output in self.engine.step():
+                if output.finished:
+                    assert output.request_id not in self.outputs
+                    self.outputs[output.request_id] = output
+        except DeviceError:
+            self.num_failures += 1
+        self.engine.scheduler.check_integrity()
+
+    def run(self, num_actions: int) -> None:
+        for _ in range(num_actions):
+            if self.rng.random() < 0.6:
+                self.act()
+            self.step()
+        for _ in range(3000):
+            self.step()
+            if not self.engine.has_unfinished():
+                break
+        else:
+            raise AssertionError("no end in sight")
+        self.check_outputs()
+        self.check_clean()
+
+    def check_outputs(self) -> None:
+        for name, (prompt, params, known) in self.asked.items():
+            output = self.outputs[name]
+            assert output.prompt_token_ids == prompt
+            for completion in output.outputs:
+                if completion.finish_reason == "abort":
+                    continue
+                if isinstance(params, BeamSearchParams):
+                    max_tokens = min(params.max_tokens or 0, self.limits[name] - len(prompt))
+                    found = beam_reference(prompt, params, max_tokens)[completion.index]
+                    assert (completion.token_ids, completion.score) == (list(found.token_ids), found.score)
+                else:
+                    seed = self.fork_seeds.get(name, params.seed or 0) if params.temperature else 0
+                    expected = completion_reference(prompt, len(completion.token_ids), seed, completion.index, known)
+                    assert completion.token_ids == expected
+
+    def check_clean(self) -> None:
+        engine = self.engine
+        for name in list(engine._keeping):
+            engine.discard_kept(name)
+        while self.handles:
+            self.handles.pop().free()
+        for held in list(engine.scheduler.kv.held):
+            engine.scheduler.kv.drop(held)
+        engine.scheduler.check_integrity()
+        assert engine.scheduler.allocator.num_free_blocks == engine.config.num_blocks
+        assert engine.scheduler.allocator.num_references == 0
+        assert not engine.outputs.groups
+        assert not engine.outputs._group_of
+        assert not engine.inboxes
+
+
+def drawn_world(seed: int) -> World:
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4, 16])
+    engine = fake_engine(
+        num_blocks=max(4, rng.choice([56, 70, 120, 400]) // block_size),
+        block_size=block_size,
+        max_num_batched_tokens=(budget := rng.choice([5, 9, 24, 64])),
+        max_num_seqs=min(budget, rng.choice([4, 8])),
+        enable_prefix_caching=rng.random() < 0.7,
+    )
+    return World(engine, rng)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_any_schedule(seed):
+    drawn_world(seed).run(num_actions=40)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_hundreds_of_schedules(part):
+    """And they do share, copy, preempt, hit, fork, hold and fail. `python tests/test_sharing_schedules.py FIRST COUNT`
+    runs any number of them."""
+    totals = dict.fromkeys(("copies", "preemptions", "hits", "failures"), 0)
+    for seed in range(part * 100, part * 100 + 100):
+        world = drawn_world(seed)
+        try:
+            world.run(num_actions=40)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        stats = world.engine.stats()
+        totals["copies"] += device_of(world.engine).num_copies
+        totals["preemptions"] += stats.num_preemptions
+        totals["hits"] += stats.prefix_cache_hit_tokens
+        totals["failures"] += world.num_failures
+    assert all(total >= 15 for total in totals.values()), totals
+
+
+def test_the_fake_model_sees_every_token():
+    assert next_token([1, 2, 3]) != next_token([3, 2, 1])
+
+
+if __name__ == "__main__":
+    first, count = map(int, sys.argv[1:])
+    for seed in range(first, first + count):
+        try:
+            drawn_world(seed).run(num_actions=60)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
