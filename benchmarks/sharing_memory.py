@@ -81,12 +81,19 @@ def count_steps(scheduler: Scheduler) -> BlockCount:
     def counted() -> Any:
         scheduled = schedule()
         if scheduled:
-            waiting = [each.fork_of for each in scheduler.requests(scheduler.running) if each.fork_of is not None]
-            blocks.count(num_to_fork=sum(len(leader.block_table) for leader in waiting))
+            blocks.count(num_to_fork=sum(map(_num_to_fork, scheduler.running.values())))
         return scheduled
 
     scheduler.schedule = counted
     return blocks
+
+
+def _num_to_fork(group: SequenceGroup) -> int:
+    """Blocks of a prompt that is being computed, once for each sequence that will share them."""
+    leader, *others = group.requests
+    if group.search is not None and not others and leader.num_output_tokens == 0:
+        return (group.max_num_seqs - 1) * len(leader.block_table)
+    return sum(other.fork_of is leader for other in others) * len(leader.block_table)
 
 
 def parallel_saving(
@@ -128,17 +135,24 @@ def beam_saving(llm: Any, prompts: Sequence[Sequence[int]], output_lens: Sequenc
 
 
 def written_prompts(llm: Any, prompt_lens: Sequence[int]) -> list[list[int]]:
-    """Texts of these lengths that the model itself writes, at temperature 1, in the place of a user's message."""
+    """Messages that the model itself writes, at temperature 1, with the chat template's tokens around them, so that a
+    search answers them: prompts of these lengths, or of 10 tokens where that is more."""
     from pagedjax import SamplingParams
 
-    opening = llm.tokenizer.encode("<|im_start|>user\n", add_special_tokens=False)
+    opening, closing = (
+        llm.tokenizer.encode(text, add_special_tokens=False)
+        for text in ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+    )
     no_end = dict.fromkeys(llm.tokenizer.all_special_ids, -100.0)
+    num_template = len(opening) + len(closing)
     each = [
-        SamplingParams(max_tokens=n, seed=i, ignore_eos=True, logit_bias=no_end, detokenize=False)
+        SamplingParams(
+            max_tokens=max(1, n - num_template), seed=i, ignore_eos=True, logit_bias=no_end, detokenize=False
+        )
         for i, n in enumerate(prompt_lens)
     ]
     outputs = llm.generate([opening] * len(each), each, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+    return [[*opening, *output.outputs[0].token_ids, *closing] for output in outputs]
 
 
 def fig15(
@@ -162,6 +176,7 @@ def fig15(
             lengths = trace.quantiles(num_beam_requests[trace.name])
             prompt_lens, output_lens = lengths.T.tolist()
             prompts = written_prompts(llm, prompt_lens)
+            lengths = np.stack([list(map(len, prompts)), output_lens], axis=1)
             results += [
                 _result("beams", trace, width, lengths, beam_saving(llm, prompts, output_lens, width))
                 for width in widths

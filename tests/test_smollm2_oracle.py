@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pagedjax.beams.params import BeamSearchParams
 from pagedjax.llm import LLM, load
 from pagedjax.models.catalogue import resolve
 from pagedjax.models.config import ModelConfig
@@ -280,3 +281,29 @@ def test_preempted_requests_go_on_as_if_nothing_had_been(real, monkeypatch):
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
     assert_greedy_ids_equal(real, outputs, ALL)
     assert_logits_equal(real, recorded, outputs)
+
+
+def test_beam_search_equals_transformers(oracle_and_model, real):
+    """All 20 prompts are in benchmarks/sharing.py. Searches of different lengths step in one batch here."""
+    oracle, indices, lengths = oracle_and_model[0], [0, 5, 9, 16], [12, 9, 12, 7]
+    llm = make_llm(real, block_size=16)
+    each = [BeamSearchParams(beam_width=4, max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = llm.beam_search([real.prompts[i] for i in indices], each, use_tqdm=False)
+    for index, length, output in zip(indices, lengths, outputs, strict=True):
+        prompt = torch.tensor([real.prompts[index]])
+        with torch.no_grad():
+            expected = oracle.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                num_beams=4,
+                num_return_sequences=4,
+                max_new_tokens=length,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        ids = [completion.token_ids for completion in output.outputs]
+        assert ids == expected.sequences[:, prompt.shape[1] :].tolist()
+        scores = [completion.score for completion in output.outputs]
+        np.testing.assert_allclose(scores, expected.sequences_scores.numpy(), atol=1e-4)
+    assert llm.stats().num_block_copies > 0
