@@ -1,5 +1,7 @@
 """Parallel sampling, beams and cached prompts on the tiny model: equal to the same requests without sharing."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from tiny_engine import (
@@ -19,11 +21,21 @@ from tiny_engine import (
 )
 
 from pagedjax.beams.params import BeamSearchParams
+from pagedjax.outputs import LogprobsOfPosition, RequestOutput
 from pagedjax.sampling.params import SamplingParams
 
 
 def sampled(n: int, max_tokens: int = 8, **options) -> SamplingParams:
     return SamplingParams(temperature=20.0, seed=3, n=n, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def scores_of(output: RequestOutput) -> list[float]:
+    return [completion.score for completion in output.outputs if completion.score is not None]
+
+
+def logprobs_of(entries: Sequence[LogprobsOfPosition | None] | None, token_ids: Sequence[int]) -> list[float]:
+    assert entries is not None
+    return [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True) if entry is not None]
 
 
 def teacher_forced(prompt: list[int], ids: list[int]) -> np.ndarray:
@@ -42,7 +54,7 @@ def test_b08_siblings_part_at_their_first_write(length, num_blocks):
     output = run_all(engine)["x"]
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
     for completion in output.outputs:
-        reported = [e[t].logprob for e, t in zip(completion.logprobs, completion.token_ids, strict=True)]
+        reported = logprobs_of(completion.logprobs, completion.token_ids)
         np.testing.assert_allclose(reported, teacher_forced(prompt, completion.token_ids), atol=2e-3)
     stats = engine.stats()
     if num_blocks == 20:
@@ -144,7 +156,7 @@ def test_every_method_steps_in_one_batch():
     for prompt, each, output in zip(prompts, params, together, strict=True):
         (alone,) = tiny_llm(enable_prefix_caching=False).generate([prompt], each, use_tqdm=False)
         assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in output.outputs]
-        assert [c.score for c in alone.outputs] == pytest.approx([c.score for c in output.outputs], abs=2e-3)
+        assert scores_of(alone) == pytest.approx(scores_of(output), abs=2e-3)
         assert [c.text for c in alone.outputs] == [c.text for c in output.outputs]
     assert_clean(llm.engine)
 
@@ -171,7 +183,7 @@ def test_b36_a_search_in_a_small_pool_is_the_same(width):
     assert width == 2 or llm.stats().num_preemptions == 0
     for output in both:
         assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected.outputs]
-        np.testing.assert_allclose([c.score for c in output.outputs], [c.score for c in expected.outputs], atol=2e-3)
+        np.testing.assert_allclose(scores_of(output), scores_of(expected), atol=2e-3)
     assert_clean(llm.engine)
 
 
@@ -194,6 +206,7 @@ def test_an_aborted_search_gives_its_best_so_far():
     for _ in range(4):
         assert engine.step() == [], "a search has no output before it has ended: any beam may still be dropped"
     output = engine.abort("x")
+    assert output is not None
     assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 3
     assert [len(completion.token_ids) for completion in output.outputs] == [4] * 3
     assert_clean(engine)
@@ -212,8 +225,9 @@ def test_b33_prompt_logprobs_do_not_depend_on_the_cache():
         results.append(run_all(engine)["x"])
     for output in results:
         assert output.num_cached_tokens == 0
+        assert output.prompt_logprobs is not None
         assert output.prompt_logprobs[0] is None
-        reported = [entry[t].logprob for entry, t in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+        reported = logprobs_of(output.prompt_logprobs[1:], prompt[1:])
         np.testing.assert_allclose(reported, teacher_forced(prompt[:1], prompt[1:]), atol=2e-3)
 
 
@@ -229,8 +243,9 @@ def test_prompt_logprobs_from_a_position_on_read_the_cache_before_it(start, cach
     output = run_all(engine)["x"]
     assert output.num_cached_tokens == cached
     first = min(start, 11)
+    assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[:first] == [None] * first
-    reported = [e[t].logprob for e, t in zip(output.prompt_logprobs[first:], prompt[first:], strict=True)]
+    reported = logprobs_of(output.prompt_logprobs[first:], prompt[first:])
     np.testing.assert_allclose(reported, teacher_forced(prompt[:first], prompt[first:]), atol=2e-3)
 
 

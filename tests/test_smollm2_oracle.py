@@ -304,6 +304,6 @@ def test_beam_search_equals_transformers(oracle_and_model, real):
             )
         ids = [completion.token_ids for completion in output.outputs]
         assert ids == expected.sequences[:, prompt.shape[1] :].tolist()
-        scores = [completion.score for completion in output.outputs]
+        scores = [completion.score or 0.0 for completion in output.outputs]
         np.testing.assert_allclose(scores, expected.sequences_scores.numpy(), atol=1e-4)
     assert llm.stats().num_block_copies > 0
