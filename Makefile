@@ -7,8 +7,6 @@ EXTRAS ?=
 GATE_VENV ?= .venv-gate
 GATE_JAX ?= 0.10.2
 BIN := $(VENV)/bin
-# 1: the fast tests compile without LLVM's optimisations (tests/conftest.py), in a fraction of the time.
-QUICK_TO_COMPILE ?= 1
 # Most of the tests' time is compilation, which uses one core.
 PARALLEL := -n auto --maxprocesses 4
 # -qq and PYTHONWARNINGS: errors only; setuptools warns about every editable install.
@@ -26,7 +24,7 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-oracle$(ORACLE) ## every test
 	@$(BIN)/pytest $(PARALLEL) $(ARGS)
 
 test-fast: $(VENV)/.installed-dev ## the tests that take little time and need no torch
-	@QUICK_TO_COMPILE=$(QUICK_TO_COMPILE) $(BIN)/pytest -m "not slow and not oracle" $(PARALLEL) $(ARGS)
+	@$(BIN)/pytest -m "not slow and not oracle" $(PARALLEL) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## what must hold before a commit
 	@$(BIN)/ruff format --check

@@ -1,7 +1,6 @@
 """How every test runs: on the CPU unless the user says otherwise, strict about dtypes and shapes, quick if repeated."""
 
 import gc
-import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +10,6 @@ import pytest
 # In the environment, so that the subprocesses of tests inherit them too.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "test-programs"))
-
-# Four fifths of a compilation are LLVM's optimisations and MLIR. Without them the machine code is another, and slow on
-# large arrays. The last flag is one of jaxlib 0.10 alone; others end the process at what they do not know.
-if os.environ.get("QUICK_TO_COMPILE") == "1" and os.environ["JAX_PLATFORMS"] == "cpu":
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-        + " --xla_cpu_use_fusion_emitters=false" * importlib.metadata.version("jaxlib").startswith("0.10.")
-    )
 
 import hypothesis
 import jax
