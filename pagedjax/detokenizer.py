@@ -49,6 +49,11 @@ class Detokenizer:
         """Tokens taken so far, up to and with the one that completed a stop string."""
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the text has ended."""
+        return self._finished
+
+    @property
     def text(self) -> str:
         """What may be shown so far. It only grows and never ends inside a character or a possible stop string."""
         if len(self._shown) != 1:

@@ -52,6 +52,7 @@ class LLMEngine:
         self._request_numbers = count()
         self._deferred: dict[str, RequestOutput] = {}
         self._keeping: dict[str, list[Request]] = {}
+        self._is_interrupted = False
         self.inboxes: dict[str, deque[RequestOutput]] = {}
         """Where the outputs of a request go, up to its last one, instead of being returned by `step`."""
         self._num_steps = self._num_finished = self._num_prompt_tokens = self._num_output_tokens = 0
@@ -61,7 +62,7 @@ class LLMEngine:
     ) -> str:
         """Queues a prompt; returns the request's id, a fresh one if none is given.
 
-        With `keeps_kv`, the KV of its completions stays in the pool when they have ended, for `kept_kv`.
+        With `keeps_kv`, the KV of its completions stays in the pool when they have ended, for `take_kept`.
 
         Raises ValueError, and queues nothing, for a prompt that is empty, not in the vocabulary or too long for
         `max_model_len` or the pool, and for an id that an unfinished request has.
@@ -69,12 +70,14 @@ class LLMEngine:
         params = SamplingParams() if params is None else params
         request_id = self._new_id(request_id, params.n if isinstance(params, SamplingParams) else 1)
         text, token_ids = self.requests.tokenize(prompt)
+        if isinstance(prompt, HeldSequence) and prompt.store is not self.scheduler.kv:
+            raise ValueError("prompt is a sequence of another engine: pass its token_ids")
         group = self._new_group(request_id, token_ids, params)
         for request in group.requests:
             request.source = prompt.kv if isinstance(prompt, HeldSequence) else None
             request.keeps_kv = keeps_kv
         if keeps_kv and group.search is not None:
-            raise ValueError("params: the KV of a beam search is not kept")
+            raise ValueError("params must be SamplingParams where KV is kept, got BeamSearchParams")
         self.outputs.add(request_id, text, group)  # may raise: it asks the tokenizer
         try:
             self.scheduler.add(group)
@@ -120,6 +123,9 @@ class LLMEngine:
         params = parent.params if params is None else params
         if not isinstance(params, SamplingParams) or params.n != 1:
             raise ValueError(f"params must be SamplingParams with n=1, got {params!r:.80}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None and getattr(parent.params, name) is None:
+                raise ValueError(f"{name}: request {request_id!r} has none of the tokens before the fork")
         new_id = self._new_id(new_id)
         (child,) = self._new_group(new_id, parent.prompt_token_ids, params).requests
         if child.max_num_tokens <= parent.num_tokens:
@@ -155,8 +161,8 @@ class LLMEngine:
             raise ValueError(f"request {request_id!r} wants logprobs, which appended tokens have none of")
         if request.num_tokens + len(token_ids) >= request.max_num_tokens:
             raise ValueError(
-                f"token_ids: {len(token_ids)} more tokens leave none to generate of at most {request.max_num_tokens}, "
-                f"of which request {request_id!r} has {request.num_tokens}"
+                f"token_ids: {len(token_ids)} more tokens leave none to generate: request {request_id!r} has "
+                f"{request.num_tokens} of at most {request.max_num_tokens}, its prompt included"
             )
         request.token_ids.extend(token_ids)
 
@@ -196,7 +202,7 @@ class LLMEngine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to compute or to return."""
-        return self.scheduler.has_unfinished or bool(self._deferred)
+        return self.scheduler.has_unfinished or bool(self._deferred) or self._is_interrupted
 
     def defer(self, output: RequestOutput) -> None:
         """Gives a finished request's output back, for the next `step` to return: it is for another caller."""
@@ -207,15 +213,24 @@ class LLMEngine:
 
         If the step raises, every running request goes back to the queue and is computed again by the next steps.
         """
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
-            return self._pop_deferred()
-        updated, ended, logprobs = self._run(scheduled)
-        searches = [group for group in scheduled.beams if group.search is not None and group.search.is_done]
-        outputs = self.outputs.process([*updated, *ended], self.scheduler, logprobs, searches)
-
-        self._num_steps += 1
-        self._num_output_tokens += len(updated) + sum(len(group.requests) for group in scheduled.beams)
+        outputs = self.outputs.leftovers(self.scheduler) if self._is_interrupted else []
+        try:
+            scheduled = self.scheduler.schedule()
+            if scheduled:
+                updated, ended, logprobs = self._run(scheduled)
+        except BaseException:
+            # The step's KV, and with a donated pool all KV, is gone; the tokens are not, they are on the host.
+            self.runner.restore_kv_cache()
+            self._recompute_all()
+            self._is_interrupted = True
+            raise
+        self._is_interrupted = True  # until all who ended in this step have their outputs
+        if scheduled:
+            searches = [group for group in scheduled.beams if group.search is not None and group.search.is_done]
+            outputs += self.outputs.process([*updated, *ended], self.scheduler, logprobs, searches)
+            self._num_steps += 1
+            self._num_output_tokens += len(updated) + sum(len(group.requests) for group in scheduled.beams)
+        self._is_interrupted = False
         self._num_finished += sum(output.finished for output in outputs)
         return self._pop_deferred() + [output for output in outputs if not self._deliver(output)]
 
@@ -256,37 +271,32 @@ class LLMEngine:
 
     def _run(self, scheduled: SchedulerOutput) -> tuple[list[Request], list[Request], StepLogprobs | None]:
         """The requests that got a token, those that ended without one, and log-probabilities if anyone wants them."""
-        try:
-            batch = build_batch(scheduled, self.config)
-            extras = build_extras(scheduled, self.config.extras_buckets, self.requests.vocab_size)
-            beams = build_beam_rows(scheduled, self.config.extras_buckets) if scheduled.beams else None
-            if scheduled.copies:
-                self.runner.copy_blocks(scheduled.copies)
-            logprobs, failed, candidates = None, {}, ()
-            if extras is None and beams is None:
-                sampled = self.runner.run(batch)
-            else:
-                result = self.runner.run_with(batch, extras, beams)
-                sampled = result.token_ids
-                if extras is not None:
-                    failed = extras.failed
-                    logprobs = StepLogprobs(scheduled.sampling, extras.prompt, result.logprobs, result.prompt_logprobs)
-                if beams is not None:
-                    candidates = beams.split(result.beams)
-            for request, error in failed.items():
-                logger.error("request %r ends with an error: %s", request.request_id, error, exc_info=error)
-            sampled = sampled[: len(scheduled.sampling)]
-            updated = self.scheduler.update(scheduled, sampled, candidates, failed)
-            return updated, [*scheduled.scored, *failed], logprobs
-        except BaseException:
-            # The step's KV, and with a donated pool all KV, is gone; the tokens are not, they are on the host.
-            self.runner.restore_kv_cache()
-            self._recompute_all()
-            raise
+        batch = build_batch(scheduled, self.config)
+        extras = build_extras(scheduled, self.config.extras_buckets, self.requests.vocab_size)
+        beams = build_beam_rows(scheduled, self.config.extras_buckets) if scheduled.beams else None
+        if scheduled.copies:
+            self.runner.copy_blocks(scheduled.copies)
+        logprobs, failed, candidates = None, {}, ()
+        if extras is None and beams is None:
+            sampled = self.runner.run(batch)
+        else:
+            result = self.runner.run_with(batch, extras, beams)
+            sampled = result.token_ids
+            if extras is not None:
+                failed = extras.failed
+                logprobs = StepLogprobs(scheduled.sampling, extras.prompt, result.logprobs, result.prompt_logprobs)
+            if beams is not None:
+                candidates = beams.split(result.beams)
+        for request, error in failed.items():
+            logger.error("request %r ends with an error: %s", request.request_id, error, exc_info=error)
+        sampled = sampled[: len(scheduled.sampling)]
+        updated = self.scheduler.update(scheduled, sampled, candidates, failed)
+        return updated, [*scheduled.scored, *failed], logprobs
 
     def _recompute_all(self) -> None:
-        """For all KV is lost, or of no use any more."""
-        self.scheduler.preempt_all()
+        """For all KV is lost, or of no use any more. Queues and blocks may be in any state: they are made anew."""
+        groups = [request.group for each in self.outputs.groups.values() for request in each.requests]
+        self.scheduler.restart({group: None for group in groups if group.requests})
         for held in self.scheduler.kv.pinned:
             self._compute_pinned(held)
 

@@ -246,9 +246,10 @@ class LLM:
     ) -> list[list[HeldSequence]]:
         """Generates n continuations of each sequence, and gives each as a new sequence that keeps its KV: a step of a
         tree search. `output` of a new one is what was generated; the old ones stay as they are."""
-        roots = [sequences] if isinstance(sequences, HeldSequence) else list(sequences)
-        if not all(isinstance(root, HeldSequence) for root in roots):
-            raise ValueError(f"sequences must be Sequence handles, got {roots!r:.80}")
+        roots = [sequences] if isinstance(sequences, HeldSequence) else sequences
+        is_list = isinstance(roots, Sequence) and not isinstance(roots, str)
+        if not is_list or not all(isinstance(root, HeldSequence) for root in roots):
+            raise ValueError(f"sequences must be handles, as `sequence` gives them, got {sequences!r:.80}")
         params = _params_per_prompt(sampling_params, len(roots))
         kept: list[list[HeldKV]] = []
         outputs = self._generate(roots, params, use_tqdm, kept)
@@ -267,6 +268,8 @@ class LLM:
             kv = self.engine.pin(self.engine.requests.tokenize(prompt)[1])
         try:
             while kv.block_table.is_freed:
+                if kv.computed_by is not None and kv.computed_by.is_finished:
+                    raise RuntimeError("the computation of the prefix was aborted")
                 self._shared.step()
         except BaseException:
             self._handle(kv).free()

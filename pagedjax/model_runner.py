@@ -148,6 +148,10 @@ class ModelRunner:
 
     def update_params(self, params: Params) -> None:
         """Other weights of the same form: the compiled programs stay. ValueError if their form is another."""
+        try:
+            params = jax.tree.map(jnp.asarray, params)  # no copy of what is on the device
+        except TypeError as error:
+            raise ValueError(f"params: expected a pytree of arrays: {error}") from error
         forms = [
             {jax.tree_util.keystr(path): (leaf.shape, jnp.dtype(leaf.dtype).name) for path, leaf in leaves}
             for leaves in (jax.tree_util.tree_leaves_with_path(tree) for tree in (self.params, params))

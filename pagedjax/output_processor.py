@@ -105,8 +105,8 @@ class OutputProcessor:
         if before and after:
             after.logprobs, after.cumulative_logprob = list(before.logprobs), before.cumulative_logprob
             after.prompt_logprobs = list(before.prompt_logprobs)
-            if after.detokenizer is not None:
-                after.detokenizer.append(child.output_token_ids)
+            if after.detokenizer is not None and (stop := after.detokenizer.append(child.output_token_ids)) is not None:
+                raise ValueError(f"stop: the text has {stop!r} before the fork already")
 
     def discard(self, request_id: str) -> None:
         """Forgets what `add` registered."""
@@ -129,10 +129,12 @@ class OutputProcessor:
         if logprobs is not None:
             self._add_logprobs(logprobs)
         for request in updated:
-            group = self._group_of[request]
+            group = self._group_of.get(request)
+            if group is None:
+                continue  # aborted since the step began
             touched[group] = None
             detokenizer = group.completions[request.sample_index].detokenizer
-            if detokenizer is None:
+            if detokenizer is None or detokenizer.is_finished:
                 continue
             # Usually one token; more if an exception kept an earlier one from its text.
             try:
@@ -145,8 +147,16 @@ class OutputProcessor:
                 # A tokenizer that fails on one request's tokens must not take the text or the end of the others.
                 logger.exception("request %r ends with an error: no text for its tokens", request.request_id)
                 scheduler.finish(request, FinishReason.ERROR)
-        touched.update((self._group_of[search], None) for search in searches)
+        touched.update((self._group_of[search], None) for search in searches if search in self._group_of)
         return [self._output(group) for group in touched]
+
+    def leftovers(self, scheduler: Scheduler) -> list[RequestOutput]:
+        """The outputs of those that have ended and did not get any, as an exception came between."""
+        ended = [group for group in self.groups.values() if group.finished]
+        searches = [group.beams for group in ended if group.beams is not None]
+        return self.process(
+            [r for group in ended if not group.beams for r in group.requests], scheduler, None, searches
+        )
 
     def abort(self, request_id: str, scheduler: Scheduler) -> RequestOutput | None:
         """Ends all unfinished completions of a request: its last output, or None for an id that nobody has."""

@@ -52,12 +52,12 @@ class RequestFactory:
                 token_ids = self.tokenizer(prompt)["input_ids"]
             except TypeError as error:  # what tokenizers raises for a lone surrogate
                 raise ValueError(f"prompt cannot be tokenized: {error}") from error
-            return prompt, self.checked_ids(token_ids)
-        return None, self.checked_ids(prompt)
+            return prompt, checked_token_ids(token_ids, self.vocab_size)
+        return None, checked_token_ids(prompt, self.vocab_size)
 
     def checked_ids(self, token_ids: Any) -> list[int]:
         """Token ids as a list of ints; ValueError for anything else, and for those beyond the vocabulary."""
-        return checked_token_ids(token_ids, self.vocab_size)
+        return checked_token_ids(token_ids, self.vocab_size, "token_ids")
 
     def new_group(self, request_id: str, token_ids: list[int], params: Params, max_seq_len: int) -> SequenceGroup:
         """The sequences that a request of checked tokens starts with; none may have more than `max_seq_len` tokens."""
@@ -107,19 +107,21 @@ def child_id(request_id: str, index: int, n: int) -> str:
     return request_id if n == 1 else f"{request_id}[{index}]"
 
 
-def checked_token_ids(prompt: Any, vocab_size: int) -> list[int]:
+def checked_token_ids(prompt: Any, vocab_size: int, name: str = "prompt") -> list[int]:
     """Token ids as a list of ints; ValueError for anything else. On the device a bad id would read another row."""
+    label = "prompt token ids" if name == "prompt" else name
     if hasattr(prompt, "__array__"):
         prompt = np.asarray(prompt)  # a jax array, on the host
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, np.ndarray)):
-        raise ValueError(f"prompt must be text, token ids or a mapping, got {type(prompt).__name__}")
+        expected = "text, token ids or a mapping" if name == "prompt" else "a list of ints"
+        raise ValueError(f"{name} must be {expected}, got {type(prompt).__name__}")
     is_flat = not isinstance(prompt, np.ndarray) or prompt.ndim == 1
     if not is_flat or not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt):
-        raise ValueError(f"prompt token ids must be a flat list of ints, got {prompt!r:.80}")
+        raise ValueError(f"{label} must be a flat list of ints, got {prompt!r:.80}")
     if not len(prompt):
-        raise ValueError("prompt is empty: it needs at least one token")
+        raise ValueError(f"{name} is empty: it needs at least one token")
     ids = np.asarray(prompt)
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"prompt token ids must be in [0, {vocab_size}), the vocabulary, got {bad}")
+        raise ValueError(f"{label} must be in [0, {vocab_size}), the vocabulary, got {bad}")
     return ids.tolist()

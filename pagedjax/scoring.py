@@ -4,6 +4,7 @@ from typing import Any
 
 from pagedjax.engine import LLMEngine
 from pagedjax.outputs import RequestOutput, ScoreOutput
+from pagedjax.scheduling.sequences import Sequence as HeldSequence
 
 
 def split_for_score(engine: LLMEngine, index: int, prompt: Any, continuation: Any) -> tuple[list[int], int]:
@@ -22,6 +23,8 @@ def split_for_score(engine: LLMEngine, index: int, prompt: Any, continuation: An
 
 def _join(engine: LLMEngine, text: str | None, token_ids: list[int], continuation: Any) -> tuple[list[int], int]:
     """A prompt and what follows it, and where that begins."""
+    if isinstance(continuation, HeldSequence):
+        raise ValueError("a continuation is text or token ids, such as sequence.output.token_ids, not a Sequence")
     is_text = isinstance(continuation, str) and continuation != ""
     front: list[int] = []
     if text is not None:  # what a tokenizer puts behind a text goes, as more of it follows

@@ -1,9 +1,11 @@
 """Fork, append, free: requests that go on in two ways, handles on KV, pinned prefixes. On the fake device."""
 
+from typing import Any, cast
+
 import pytest
 from fake_device import VOCAB_SIZE, completion_reference, device_of, fake_engine
 from tiny_engine import greedy as tiny_greedy
-from tiny_engine import naive_greedy, prompt_of, tiny_llm
+from tiny_engine import naive_greedy, prompt_of, tiny_llm, unchecked_llm
 
 from pagedjax.beams.params import BeamSearchParams
 from pagedjax.blocks.table import UseAfterFreeError
@@ -112,7 +114,7 @@ def test_what_cannot_be_forked_or_appended_to_is_refused():
         engine.append("logprobs", [1])
     with pytest.raises(ValueError, match=r"must be in \[0, 32\)"):
         engine.append("x", [VOCAB_SIZE])
-    with pytest.raises(ValueError, match="8 more tokens leave none to generate"):
+    with pytest.raises(ValueError, match="8 more tokens leave none to generate: request 'x' has 10 of at most 18"):
         engine.append("x", [1] * 8)
     engine.step()
     engine.step()
@@ -249,3 +251,82 @@ def test_llm_pins_resets_and_updates():
     llm.reset_prefix_cache()
     assert llm.generate([[*prompt, 1]], tiny_greedy(3), use_tqdm=False)[0].num_cached_tokens == 0
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_a_handle_belongs_to_one_engine():
+    first, second = fake_engine(), fake_engine()
+    name = first.add_request(PROMPT, greedy(3), keeps_kv=True)
+    run(first)
+    (kv,) = first.take_kept(name)
+    handle = first.handle(kv)
+    with pytest.raises(ValueError, match="a sequence of another engine"):
+        second.add_request(handle, greedy(2))
+    handle.free()
+
+
+def test_a_prefix_that_is_unpinned_while_it_is_computed_leaves_nothing():
+    engine = fake_engine()
+    handle = engine.handle(engine.pin(PROMPT))
+    handle.free()
+    run(engine)
+    assert engine.stats().num_free_blocks == engine.config.num_blocks
+    assert not engine.scheduler.kv.held
+
+
+def test_two_prefixes_are_pinned_at_a_time():
+    engine = fake_engine(num_blocks=10)
+    handles = [engine.handle(engine.pin([token] * 14)) for token in (1, 2)]
+    run(engine)
+    assert [handle.num_resident_tokens for handle in handles] == [14, 14]
+    for handle in handles:
+        handle.free()
+
+
+def test_a_handle_keeps_its_kv_when_dropping_it_would_admit_nobody():
+    engine = fake_engine(num_blocks=20)
+    name = engine.add_request(PROMPT, greedy(3), keeps_kv=True)
+    run(engine)
+    (kv,) = engine.take_kept(name)
+    handle = engine.handle(kv)
+    engine.add_request([1] * 30, greedy(20), "running")
+    engine.step()
+    engine.add_request([2] * 48, greedy(2), "waiting")
+    engine.step()
+    assert "waiting" in engine.scheduler.waiting
+    assert handle.num_resident_tokens == 12
+    run(engine)
+    handle.free()
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_a_fork_cannot_want_what_its_parent_did_not_note(name):
+    engine = running(2)
+    with pytest.raises(ValueError, match=f"{name}: request 'x' has none of the tokens before the fork"):
+        engine.fork("x", greedy(**{name: 0}))
+    run(engine)
+
+
+def test_a_fork_whose_text_would_have_ended_is_refused():
+    llm = tiny_llm()
+    engine = llm.engine
+    engine.add_request(prompt_of(9), tiny_greedy(8), "x")
+    for _ in range(4):
+        engine.step()
+    stop = chr(naive_greedy(prompt_of(9), 2)[1])
+    with pytest.raises(ValueError, match="before the fork already"):
+        engine.fork("x", tiny_greedy(8, stop=[stop]))
+    assert list(engine.scheduler.running) == ["x"]
+    assert [output.request_id for output in run(engine).values()] == ["x"]
+
+
+def test_sequences_and_continuations_that_are_none():
+    llm, text = tiny_llm(), cast("Any", "hello")
+    with llm.sequence(prompt_of(5)) as root:
+        with pytest.raises(ValueError, match="not a Sequence"):
+            llm.score(root, root)
+        with pytest.raises(ValueError, match="sequences must be handles, as `sequence` gives them, got 'hello'"):
+            unchecked_llm().expand(text)
+        with pytest.raises(ValueError, match="token_ids must be a list of ints, got int"):
+            root.append(5)
+    with pytest.raises(ValueError, match="expected a pytree of arrays"):
+        llm.engine.update_params({"norm": "nothing"})

@@ -193,7 +193,7 @@ def test_a_search_that_cannot_fit_is_refused():
         ValueError, match="can never fit: 4 beams of 18 tokens may take 14 blocks of 4, and the pool has 6"
     ):
         llm.beam_search(prompt_of(10), BeamSearchParams(beam_width=4, max_tokens=8), use_tqdm=False)
-    with pytest.raises(ValueError, match="beam_width=9 is more than the 8 sequences of one step"):
+    with pytest.raises(ValueError, match="beam_width=9 is more than the 8 sequences of a step"):
         llm.beam_search(prompt_of(3), BeamSearchParams(beam_width=9, max_tokens=1), use_tqdm=False)
     with pytest.raises(ValueError, match="stop_token_ids must be below the vocabulary size 128, got 128"):
         llm.beam_search(prompt_of(3), BeamSearchParams(beam_width=2, stop_token_ids=[VOCAB_SIZE]), use_tqdm=False)

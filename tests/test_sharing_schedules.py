@@ -1,5 +1,6 @@
 """Sharing in thousands of drawn schedules, on the fake device: groups, beams, forks, handles, pins, lost pools."""
 
+import contextlib
 import random
 import sys
 from dataclasses import dataclass, field
@@ -235,6 +236,65 @@ def test_hundreds_of_schedules(part):
         totals["hits"] += stats.prefix_cache_hit_tokens
         totals["failures"] += world.num_failures
     assert all(total >= 15 for total in totals.values()), totals
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_alone_can_be_computed_for_several(n):
+    engine = fake_engine()
+    engine.add_request(COMMON[:10], SamplingParams(n=n, max_tokens=0), "x")
+    (output,) = engine.step()
+    assert [completion.finish_reason for completion in output.outputs] == ["length"] * n
+    assert engine.stats().num_free_blocks == engine.config.num_blocks
+
+
+@pytest.mark.parametrize("where", ["schedule", "update", "process"])
+def test_an_interrupt_anywhere_on_the_host_loses_nothing(where, monkeypatch):
+    """At each line of each of them in turn: the pool and the queues are made anew, and outputs come later."""
+    for line in range(1, 400, 7):
+        engine = fake_engine(num_blocks=24)
+        prompts = {name: COMMON[: 6 + i] for i, name in enumerate("abc")}
+        engine.add_request(prompts["a"], SamplingParams(temperature=0.0, max_tokens=5), "a")
+        engine.add_request(prompts["b"], SamplingParams(temperature=0.0, max_tokens=5, n=3), "b")
+        engine.add_request(prompts["c"], BeamSearchParams(beam_width=2, max_tokens=5), "c")
+        outputs = {}
+        owner: Any = engine.outputs if where == "process" else engine.scheduler
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, where, interrupted_at(getattr(owner, where), line))
+            for _ in range(40):
+                with contextlib.suppress(KeyboardInterrupt):
+                    outputs |= {output.request_id: output for output in engine.step() if output.finished}
+                if not engine.has_unfinished():
+                    break
+        for name in "ab":
+            expected = completion_reference(prompts[name], 5)
+            assert all(completion.token_ids == expected for completion in outputs[name].outputs), line
+        assert len(outputs["b"].outputs) == 3
+        best = beam_reference(prompts["c"], BeamSearchParams(beam_width=2, max_tokens=5), 5)
+        assert [tuple(completion.token_ids) for completion in outputs["c"].outputs] == [h.token_ids for h in best], line
+        engine.scheduler.check_integrity()
+        assert engine.stats().num_free_blocks == 24
+
+
+def interrupted_at(function: Any, line: int) -> Any:
+    """`function`, which is interrupted when so many lines of it, or of what it calls, have run."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if event == "line":
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        sys.settrace(trace)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.settrace(None)
+
+    return traced
 
 
 def test_the_fake_model_sees_every_token():

@@ -26,8 +26,9 @@ pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 
 MODEL = "smollm2-135m-instruct"
 NUM_OUTPUTS = 48
-TOLERANCE = 2e-4
-"""Of logits up to 30, f32 through 30 layers: the largest difference seen is 1.4e-4, the smallest top-2 gap 1.8e-3."""
+TOLERANCE = 8e-4
+"""Of logits up to 30, f32 through 30 layers: the largest difference seen is 1.4e-4 on one kind of CPU and 4.1e-4 on
+another, before and after the same change; the smallest top-2 gap is 1.8e-3."""
 
 PROMPTS: list[str | list[dict[str, str]]] = [
     "The",

@@ -13,7 +13,11 @@ MAX_LENGTH_PENALTY = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """One request's beam search, which is transformers' (`num_beams`, without sampling).
+    """One request's beam search, which is transformers', without sampling: `num_beams` is `beam_width` here,
+    `num_return_sequences` is `n`, `max_new_tokens` is `max_tokens`; `length_penalty` and `early_stopping` are the same.
+
+    Outputs come at the end of the search only, best first, with `score` = `cumulative_logprob` / (number of tokens **
+    length_penalty). There are no stop strings, log-probabilities of single tokens, penalties or processors.
 
     Raises ValueError that names the field, what it got and what it expects.
     """

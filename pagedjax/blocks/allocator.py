@@ -20,10 +20,15 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_references = 0
-        """Holders of all blocks together: as many blocks as would be in use if none were shared."""
         self.peak_blocks_used = 0
         """Most blocks ever in use at one time."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all holders and names: every block is free."""
+        num_blocks = self.num_blocks
+        self.num_references = 0
+        """Holders of all blocks together: as many blocks as would be in use if none were shared."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))  # the first is given next
         self._ref_counts = [0] * (num_blocks + 1)
         self._names: dict[int, bytes] = {}

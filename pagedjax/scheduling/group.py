@@ -46,10 +46,12 @@ class SequenceGroup:
 
     def find_common_tokens(self) -> None:
         """Sets `num_common_tokens`. Where not all are the same, each keeps at least one token to compute for itself."""
+        start = len(self.requests[0].prompt_token_ids)
         first, *others = (request.token_ids for request in self.requests)
         if all(token_ids == first for token_ids in others):
             self.num_common_tokens = len(first)
             return
-        columns = zip(first, *others, strict=False)
-        num_common = next((i for i, column in enumerate(columns) if any(t != column[0] for t in column)), len(first))
+        columns = zip(*(token_ids[start:] for token_ids in (first, *others)), strict=False)
+        differing = (i for i, column in enumerate(columns, start) if any(token != column[0] for token in column))
+        num_common = next(differing, len(first))
         self.num_common_tokens = min(num_common, *(len(token_ids) - 1 for token_ids in (first, *others)))

@@ -6,7 +6,7 @@ from pagedjax.blocks.allocator import BlockAllocator
 from pagedjax.blocks.prefix_cache import PrefixCache
 from pagedjax.blocks.table import BlockTable
 from pagedjax.config import EngineConfig
-from pagedjax.scheduling.request import HeldKV, Request
+from pagedjax.scheduling.request import NO_BLOCKS, HeldKV, Request
 
 
 class KVStore:
@@ -85,6 +85,12 @@ class KVStore:
             del self.held[held]
             held.block_table.free()
 
+    @property
+    def num_droppable_blocks(self) -> int:
+        """Blocks that held KV without a pin has; more than would come free where two share one."""
+        droppable = (held for held in self.held if not held.is_pinned)
+        return sum(len(held.block_table) for held in droppable)
+
     def drop_oldest(self) -> bool:
         """Drops what has been held longest, if anything is that is not pinned."""
         held = next((held for held in self.held if not held.is_pinned), None)
@@ -92,10 +98,14 @@ class KVStore:
             self.drop(held)
         return held is not None
 
-    def drop_all(self) -> None:
-        """Frees all of it, pinned or not: it is lost, or of no use any more."""
-        for held in list(self.held):
-            self.drop(held)
+    def restart(self) -> None:
+        """Begins again with an empty pool, whatever the state is; pinned KV keeps its room, and is to be computed."""
+        self.allocator.reset()
+        for held in self.held:
+            held.block_table = NO_BLOCKS
+        self.held.clear()
+        if self.prefix_cache is not None:
+            self.prefix_cache.reset()
 
     def pin(self, held: HeldKV, num_needed: int) -> None:
         """Keeps room for KV until `unpin`. ValueError unless `num_needed` blocks, for a request, are left."""
@@ -112,6 +122,8 @@ class KVStore:
         """Lets go of KV that was pinned."""
         held.is_pinned = False
         self.pinned.pop(held, None)
+        if held.computed_by is not None:
+            held.computed_by.keeps_kv = False
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Recounts all blocks; `requests` are the running ones."""

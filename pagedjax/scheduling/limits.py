@@ -14,7 +14,9 @@ def check_fits(group: SequenceGroup, config: EngineConfig, num_blocks: int) -> N
         return
     width, request = group.max_num_seqs, group.requests[0]
     if width > config.max_num_running:
-        raise ValueError(f"beam_width={width} is more than the {config.max_num_running} sequences of one step")
+        raise ValueError(
+            f"beam_width={width} is more than the {config.max_num_running} sequences of a step (max_num_seqs)"
+        )
     if (most := most_blocks(group, config)) > num_blocks:
         raise ValueError(
             f"request {request.request_id!r} can never fit: {width} beams of {request.max_num_tokens} tokens may take "

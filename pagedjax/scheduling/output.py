@@ -46,13 +46,12 @@ def in_batch_order(step: SchedulerOutput) -> SchedulerOutput:
         num_tokens, group = len(request.token_ids), request.group
         if num_tokens - request.num_computed_tokens != num_new:
             continue
-        if not request.generates:
-            step.scored.append(request)
-        elif group.search is not None:
+        if group.search is not None:
             beams[group] = None
-        else:
-            step.sampling.append(request)
-            if len(group.requests) > 1 and group.num_common_tokens == num_tokens:
-                step.sampling.extend(other for other in group.requests if other.fork_of is request)
+            continue
+        caught_up = step.sampling if request.generates else step.scored
+        caught_up.append(request)
+        if len(group.requests) > 1 and group.num_common_tokens == num_tokens:
+            caught_up.extend(other for other in group.requests if other.fork_of is request)
     step.beams.extend(beams)
     return replace(step, num_new_tokens=batch)

@@ -17,7 +17,7 @@ from pagedjax.scheduling.group import SequenceGroup
 from pagedjax.scheduling.kv_store import KVStore
 from pagedjax.scheduling.limits import check_fits, most_blocks
 from pagedjax.scheduling.output import SchedulerOutput, in_batch_order
-from pagedjax.scheduling.request import FinishReason, HeldKV, Request, RequestStatus
+from pagedjax.scheduling.request import NO_BLOCKS, FinishReason, HeldKV, Request, RequestStatus
 
 
 class Scheduler:
@@ -46,7 +46,7 @@ class Scheduler:
 
     def requests(self, queue: dict[str, SequenceGroup]) -> list[Request]:
         """The sequences of all groups of `running` or `waiting`."""
-        return [request for group in queue.values() for request in group.requests]
+        return [request for group in list(queue.values()) for request in group.requests]
 
     def add(self, group: SequenceGroup) -> None:
         """Queues a group that arrived after all others; a group too large for one step goes in parts.
@@ -123,13 +123,14 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 request.num_computed_tokens += num_new
                 self.kv.publish(request)
-                if len(request.group.requests) > 1:
+                if request.group.requests[-1].fork_of is request:
                     self._fork_followers(request)
         for request in scheduled.scored:
             if request.status is RequestStatus.RUNNING:
                 self.finish(request, FinishReason.LENGTH)
         for request in failed:
-            self.finish(request, FinishReason.ERROR)
+            if not request.is_finished:
+                self.finish(request, FinishReason.ERROR)
         for group, candidates in zip(scheduled.beams, beams, strict=True):
             if group.status is RequestStatus.RUNNING and not advance_beams(group, candidates):
                 for request in list(group.requests):
@@ -149,12 +150,26 @@ class Scheduler:
         return updated
 
     def preempt_all(self) -> None:
-        """Sends everything that runs back to wait, to be recomputed, and forgets all other KV: for a pool that was lost
-        in a failed step, or for new weights."""
-        while self.running:
-            self._preempt_newest()
-        self.kv.drop_all()
-        self.forget_prefixes()
+        """Sends everything that runs back to wait, to be recomputed, and forgets all other KV: it is of no use any
+        more."""
+        self.restart([*self.running.values(), *self.waiting.values()])
+
+    def restart(self, groups: Iterable[SequenceGroup]) -> None:
+        """Begins again with `groups`, all that have not ended, and an empty pool, whatever the state is: after a failed
+        step, or an interrupt in the middle of `schedule` or `update`."""
+        self.kv.restart()
+        self.running.clear()
+        self.waiting.clear()
+        for group in sorted(groups, key=attrgetter("arrival")):
+            self.waiting[group.name] = group
+            group.status = RequestStatus.PREEMPTED
+            for request in group.requests:
+                is_running = request.status is RequestStatus.RUNNING
+                request.num_preemptions += is_running
+                self.num_preemptions += is_running
+                request.block_table = NO_BLOCKS
+                request.block_names.clear()
+                _stop(request)
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""
@@ -162,8 +177,9 @@ class Scheduler:
 
     def pin(self, held: HeldKV) -> None:
         """Keeps room for KV in the pool. ValueError if without it an unfinished request may not fit."""
-        unfinished = chain(self.running.values(), self.waiting.values())
-        self.kv.pin(held, max([1, *(most_blocks(group, self.config) for group in unfinished)]))
+        unfinished = [*self.running.values(), *self.waiting.values()]
+        needed = [most_blocks(group, self.config) for group in unfinished if group.requests[0].kept is None]
+        self.kv.pin(held, max([1, *needed]))
 
     def check_integrity(self) -> None:
         """Recounts all blocks and checks the order of both queues, between steps; raises AssertionError."""
@@ -248,8 +264,11 @@ class Scheduler:
             wanted = self.config.num_blocks_for(leader.num_tokens) - num_found // size
             wanted += sum(max(1, self.config.num_blocks_for(each.num_tokens) - num_shared) for each in others)
             num_idle = sum(self.allocator.ref_count(block) == 0 for block in blocks)
-            if wanted + num_idle + num_growing <= self.allocator.num_free_blocks:
+            num_missing = wanted + num_idle + num_growing - self.allocator.num_free_blocks
+            if num_missing <= 0:
                 return blocks, num_found
+            if self.running and num_missing > self.kv.num_droppable_blocks:
+                return None
             if not self.kv.drop_oldest():
                 if self.running or len(group.requests) == 1 or group.search is not None:
                     return None

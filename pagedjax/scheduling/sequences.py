@@ -42,13 +42,19 @@ class Sequence:
         return self._kv
 
     @property
+    def store(self) -> KVStore:
+        """Whose blocks they are: a sequence belongs to one engine."""
+        return self._store
+
+    @property
     def token_ids(self) -> list[int]:
         """All its tokens, the prompt's too, a copy."""
         return self.kv.token_ids.copy()
 
     @property
     def num_resident_tokens(self) -> int:
-        """How many of its tokens have their KV in the pool."""
+        """How many of its tokens have their KV in the pool: none before it is used, all but the last one after it was
+        generated, and none again if the room was needed."""
         return self.kv.block_table.num_tokens
 
     @property
