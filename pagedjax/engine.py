@@ -202,7 +202,8 @@ class LLMEngine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to compute or to return."""
-        return self.scheduler.has_unfinished or bool(self._deferred) or self._is_interrupted
+        has_leftovers = self._is_interrupted and any(group.finished for group in self.outputs.groups.values())
+        return self.scheduler.has_unfinished or bool(self._deferred) or has_leftovers
 
     def defer(self, output: RequestOutput) -> None:
         """Gives a finished request's output back, for the next `step` to return: it is for another caller."""
