@@ -163,16 +163,15 @@ class OutputProcessor:
         group = self.groups.get(request_id)
         if group is None:
             return None
-        for request in group.requests if group.beams else ():
+        unfinished = [request for request in group.requests if not request.is_finished]
+        for request in unfinished:
             scheduler.finish(request, FinishReason.ABORT)
-        for completion in group.completions if not group.beams else ():
-            if not completion.request.is_finished:
-                scheduler.finish(completion.request, FinishReason.ABORT)
-                try:
-                    if completion.detokenizer is not None:
-                        completion.detokenizer.finish()
-                except Exception:  # as in `process`: it must not keep the other completions, nor the id
-                    logger.exception("request %r is aborted without the end of its text", group.request_id)
+        for completion in group.completions:
+            try:
+                if completion.detokenizer is not None and completion.request in unfinished:
+                    completion.detokenizer.finish()
+            except Exception:  # as in `process`: it must not keep the other completions, nor the id
+                logger.exception("request %r is aborted without the end of its text", group.request_id)
         return self._output(group)
 
     def _add_logprobs(self, step: StepLogprobs) -> None:

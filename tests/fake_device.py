@@ -16,6 +16,8 @@ from pagedjax.beams.search import BeamSearch, Hypothesis
 from pagedjax.config import EngineConfig
 from pagedjax.engine import LLMEngine
 from pagedjax.model_runner import ModelRunner, StepResult
+from pagedjax.outputs import RequestOutput
+from pagedjax.sampling.params import SamplingParams
 
 VOCAB_SIZE = 32
 NOTHING = -1
@@ -161,6 +163,19 @@ def fake_engine(num_blocks: int = 64, **options: Any) -> LLMEngine:
     engine = LLMEngine(runner, config)
     runner.engine = engine
     return engine
+
+
+def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
+
+
+def run(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """Steps to the end, checking all books after each step; the last outputs by id."""
+    outputs = {}
+    while engine.has_unfinished():
+        outputs.update((output.request_id, output) for output in engine.step() if output.finished)
+        engine.scheduler.check_integrity()
+    return outputs
 
 
 def device_of(engine: LLMEngine) -> FakeRunner:

@@ -1,16 +1,11 @@
 """The memory map: what each block holds, for whom, and how often it is shared."""
 
-from fake_device import completion_reference, fake_engine
+from fake_device import completion_reference, fake_engine, greedy
 
 from pagedjax.beams.params import BeamSearchParams
 from pagedjax.blocks.memory_map import BlockInfo
-from pagedjax.sampling.params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5, 9]
-
-
-def greedy(max_tokens: int = 8, **options) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
 
 
 def test_a_request_its_fork_and_what_is_left_of_others():

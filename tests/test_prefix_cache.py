@@ -1,7 +1,7 @@
 """The prefix cache through the engine, on the fake device: what is found, when, and what it must never find."""
 
 import pytest
-from fake_device import VOCAB_SIZE, DeviceError, completion_reference, device_of, fake_engine
+from fake_device import VOCAB_SIZE, DeviceError, completion_reference, device_of, fake_engine, greedy, run
 
 from pagedjax.engine import LLMEngine
 from pagedjax.outputs import RequestOutput
@@ -12,21 +12,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [(i * 7 + i * i + seed * 13) % VOCAB_SIZE for i in range(length)]
 
 
-def greedy(max_tokens: int = 4, **options) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
-
-
-def run(engine: LLMEngine) -> dict[str, RequestOutput]:
-    outputs = {}
-    while engine.has_unfinished():
-        outputs.update((output.request_id, output) for output in engine.step() if output.finished)
-        engine.scheduler.check_integrity()
-    return outputs
-
-
 def ask(engine: LLMEngine, prompt: list[int], params: SamplingParams | None = None) -> RequestOutput:
     """Runs one request, and checks that nothing but what it should be comes out."""
-    params = params or greedy()
+    params = params or greedy(4)
     output = run(engine)[request_id] if (request_id := engine.add_request(prompt, params)) else None
     assert output is not None
     (completion,) = output.outputs
@@ -63,7 +51,7 @@ def test_b02_a_block_that_is_reused_is_not_found():
 def test_b03_two_with_one_prompt_in_the_same_step():
     engine = fake_engine()
     for _ in range(2):
-        engine.add_request(prompt_of(12), greedy())
+        engine.add_request(prompt_of(12), greedy(4))
     outputs = run(engine)
     assert [output.num_cached_tokens for output in outputs.values()] == [0, 0]
     assert all(o.outputs[0].token_ids == completion_reference(prompt_of(12), 4) for o in outputs.values())
@@ -73,9 +61,9 @@ def test_b03_two_with_one_prompt_in_the_same_step():
 @pytest.mark.parametrize("then", ["goes on", "is aborted"])
 def test_b03_only_what_was_computed_is_found(then):
     engine = fake_engine(max_num_batched_tokens=6, max_num_seqs=6)
-    engine.add_request(prompt_of(12), greedy(), "a")
+    engine.add_request(prompt_of(12), greedy(4), "a")
     engine.step()
-    engine.add_request(prompt_of(12), greedy(), "c")
+    engine.add_request(prompt_of(12), greedy(4), "c")
     if then == "is aborted":
         engine.abort("a")
         assert run(engine)["c"].num_cached_tokens == 4, "six tokens were computed, one block"
@@ -85,7 +73,7 @@ def test_b03_only_what_was_computed_is_found(then):
 
 def test_b03_a_step_that_fails_publishes_nothing():
     engine = fake_engine()
-    engine.add_request(prompt_of(12), greedy(), "a")
+    engine.add_request(prompt_of(12), greedy(4), "a")
     device_of(engine).fails = True
     with pytest.raises(DeviceError):
         engine.step()

@@ -3,29 +3,16 @@
 from typing import Any, cast
 
 import pytest
-from fake_device import VOCAB_SIZE, completion_reference, device_of, fake_engine
+from fake_device import VOCAB_SIZE, completion_reference, device_of, fake_engine, greedy, run
 from tiny_engine import greedy as tiny_greedy
 from tiny_engine import naive_greedy, prompt_of, tiny_llm, unchecked_llm
 
 from pagedjax.beams.params import BeamSearchParams
 from pagedjax.blocks.table import UseAfterFreeError
 from pagedjax.engine import LLMEngine
-from pagedjax.outputs import RequestOutput
 from pagedjax.sampling.params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
-
-
-def greedy(max_tokens: int = 8, **options) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
-
-
-def run(engine: LLMEngine) -> dict[str, RequestOutput]:
-    outputs = {}
-    while engine.has_unfinished():
-        outputs.update((output.request_id, output) for output in engine.step() if output.finished)
-        engine.scheduler.check_integrity()
-    return outputs
 
 
 def running(num_steps: int, params: SamplingParams | None = None, **options) -> LLMEngine:

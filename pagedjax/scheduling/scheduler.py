@@ -317,22 +317,21 @@ class Scheduler:
         else:
             self._preempt_newest(step)
 
-    def _preempt_newest(self, step: SchedulerOutput | None = None) -> SequenceGroup:
+    def _preempt_newest(self, step: SchedulerOutput) -> SequenceGroup:
         _, group = self.running.popitem()
         self._preempt(group, step)
         return group
 
-    def _preempt(self, group: SequenceGroup, step: SchedulerOutput | None) -> None:
+    def _preempt(self, group: SequenceGroup, step: SchedulerOutput) -> None:
         """All or nothing: takes the blocks of all the group's sequences, which will be recomputed."""
         self.waiting[group.name] = group
         self.waiting.move_to_end(group.name, last=False)
         group.status = RequestStatus.PREEMPTED
         for request in group.requests:
-            if step is not None:
-                step.num_new_tokens.pop(request, None)
-                step.preempted.append(request)
-                for block in request.block_table.blocks:
-                    step.copies.pop(block, None)  # a copy's target has no other holder yet
+            step.num_new_tokens.pop(request, None)
+            step.preempted.append(request)
+            for block in request.block_table.blocks:
+                step.copies.pop(block, None)  # a copy's target has no other holder yet
             _stop(request)
             request.num_preemptions += 1
             self.num_preemptions += 1
