@@ -25,7 +25,7 @@ from typing import Any
 
 START = time.perf_counter()
 HERE = Path(__file__).parent
-HOST_PARTS = ("schedule", "build_batch", "update")
+HOST_PARTS = ("schedule", "build_batch", "advance", "resolve")
 
 Result = dict[str, Any]
 
@@ -34,13 +34,15 @@ class StepTimes:
     """Seconds that each part of each step took, measured by wrapping what `LLMEngine.step` calls."""
 
     def __init__(self, engine: Any) -> None:
-        import pagedjax.engine
+        import pagedjax.launch
 
-        self.seconds: dict[str, list[float]] = {part: [] for part in (*HOST_PARTS, "run")}
+        self.seconds: dict[str, list[float]] = {part: [] for part in (*HOST_PARTS, "run", "fetch")}
         engine.scheduler.schedule = self._timed("schedule", engine.scheduler.schedule)
-        engine.scheduler.update = self._timed("update", engine.scheduler.update)
+        engine.scheduler.advance = self._timed("advance", engine.scheduler.advance)
+        engine.scheduler.resolve = self._timed("resolve", engine.scheduler.resolve)
         engine.runner.run = self._timed("run", engine.runner.run)
-        pagedjax.engine.build_batch = self._timed("build_batch", pagedjax.engine.build_batch)
+        engine.runner.fetch = self._timed("fetch", engine.runner.fetch)
+        pagedjax.launch.build_batch = self._timed("build_batch", pagedjax.launch.build_batch)
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -103,7 +105,7 @@ def measure(args: argparse.Namespace) -> Result:
                 "host_ms_per_step_mean": 1e3 * statistics.mean(host),
                 "host_ms_per_step_median": 1e3 * statistics.median(host),
                 "host_share": sum(host) / walls[-1],
-                "device_share": sum(steps.seconds["run"]) / walls[-1],
+                "device_share": sum(steps.seconds["run"] + steps.seconds["fetch"]) / walls[-1],
                 **{f"{part}_ms_per_step": 1e3 * statistics.mean(steps.seconds[part]) for part in HOST_PARTS},
             }
         )

@@ -146,7 +146,7 @@ def _beams_text(data: dict[str, Any], repeat: int) -> str:
         for way, speed in speeds.items()
     ]
     profile = data["profile"]
-    parts = ", ".join(f"{name} {profile[f'{name}_ms']:.2f}" for name in ("schedule", "update", "process"))
+    parts = ", ".join(f"{name} {profile[f'{name}_ms']:.2f}" for name in ("schedule", "advance", "resolve", "process"))
     device = profile["run_ms"] + profile["run_with_ms"] + profile["copy_blocks_ms"]
     paragraphs = [
         f"{data['num_prompts']} prompts ({data['num_prompt_tokens']} tokens), max_tokens {data['max_tokens']}, blocks "

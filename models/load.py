@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from gguf import GGUFReader
 from transformers import PreTrainedTokenizerBase
 
 from pagedjax.models.catalogue import resolve
@@ -26,6 +27,16 @@ class Checkpoint(NamedTuple):
     """None when the checkpoint comes without one: then prompts are token ids."""
 
 
+class Header(NamedTuple):
+    """What a checkpoint says of itself before any tensor is read."""
+
+    path: Path
+    config: ModelConfig
+    """As the files have it: a tokenizer may know more ids that end a text."""
+    reader: GGUFReader | None
+    """The open file, if it is one of GGUF."""
+
+
 def load_checkpoint(name_or_path: str | Path, dtype: str | None = None, progress: bool = False) -> Checkpoint:
     """Loads a model folder, a .gguf file, a catalogue name or a hub id (see `catalogue.resolve`).
 
@@ -34,27 +45,33 @@ def load_checkpoint(name_or_path: str | Path, dtype: str | None = None, progress
     """
     if dtype is not None:
         check_float_dtype(dtype)
-    path = resolve(name_or_path)
-    return _load_gguf(path, dtype, progress) if path.suffix == ".gguf" else _load_folder(path, dtype, progress)
+    return load_tensors(read_header(name_or_path), dtype, progress)
 
 
-def _load_folder(folder: Path, dtype: str | None, progress: bool) -> Checkpoint:
-    raw = read_json(folder / "config.json")
-    if not (raw.get("dtype") or raw.get("torch_dtype")):
-        raw["dtype"] = stored_dtype(folder)
-    config = config_from_hf(raw)
-    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    generation_file = folder / "generation_config.json"
-    generation_config = read_json(generation_file) if generation_file.is_file() else None
-    config = replace(config, eos_token_ids=eos_token_ids(tokenizer, config.eos_token_ids, generation_config))
-    params = build_params(config, iter_tensors(folder), dtype or config.dtype, progress)
-    return Checkpoint(config, params, tokenizer)
+def read_header(name_or_path: str | Path, *, with_tensors: bool = True) -> Header:
+    """What `load_checkpoint` reads first. Without `with_tensors` nothing of a hub id is downloaded but its config, and
+    `config.dtype` may not be that of the tensors. Raises ValueError as `load_checkpoint`."""
+    path = resolve(name_or_path, with_tensors=with_tensors)
+    if path.suffix == ".gguf" and path.is_file():
+        reader = open_gguf(path)
+        return Header(path, config_from_gguf(reader), reader)
+    raw = read_json(path / "config.json")
+    if with_tensors and not (raw.get("dtype") or raw.get("torch_dtype")):
+        raw["dtype"] = stored_dtype(path)
+    return Header(path, config_from_hf(raw), None)
 
 
-def _load_gguf(path: Path, dtype: str | None, progress: bool) -> Checkpoint:
-    reader = open_gguf(path)
-    config = config_from_gguf(reader)
-    tokenizer = None if metadata_value(reader, "tokenizer.ggml.model") is None else tokenizer_from_gguf(reader)
-    config = replace(config, eos_token_ids=eos_token_ids(tokenizer, config.eos_token_ids))
-    params = build_params(config, iter_gguf_tensors(reader, config), dtype or config.dtype, progress)
-    return Checkpoint(config, params, tokenizer)
+def load_tensors(header: Header, dtype: str | None = None, progress: bool = False) -> Checkpoint:
+    """The rest of an opened checkpoint: see `load_checkpoint`."""
+    path, config, reader = header
+    if reader is not None:
+        tokenizer = None if metadata_value(reader, "tokenizer.ggml.model") is None else tokenizer_from_gguf(reader)
+        config = replace(config, eos_token_ids=eos_token_ids(tokenizer, config.eos_token_ids))
+        tensors = iter_gguf_tensors(reader, config)
+    else:
+        tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
+        generation_file = path / "generation_config.json"
+        generation_config = read_json(generation_file) if generation_file.is_file() else None
+        config = replace(config, eos_token_ids=eos_token_ids(tokenizer, config.eos_token_ids, generation_config))
+        tensors = iter_tensors(path)
+    return Checkpoint(config, build_params(config, tensors, dtype or config.dtype, progress), tokenizer)

@@ -23,10 +23,17 @@ if TYPE_CHECKING:
     from pagedjax.outputs import Logprob as Logprob
     from pagedjax.outputs import RequestOutput as RequestOutput
     from pagedjax.outputs import ScoreOutput as ScoreOutput
+    from pagedjax.planning.plan import MemoryPlan as MemoryPlan
     from pagedjax.sampling.params import SamplingParams as SamplingParams
     from pagedjax.sampling.processors import LogitsProcessor as LogitsProcessor
     from pagedjax.scheduling.request import FinishReason as FinishReason
     from pagedjax.scheduling.sequences import Sequence as Sequence
+    from pagedjax.simulation.cost import StepCost as StepCost
+    from pagedjax.simulation.cost import StepLoad as StepLoad
+    from pagedjax.simulation.results import SimulationResult as SimulationResult
+    from pagedjax.simulation.simulator import simulate as simulate
+    from pagedjax.simulation.workload import SimulatedRequest as SimulatedRequest
+    from pagedjax.simulation.workload import poisson_requests as poisson_requests
 
 _HOMES = {
     "LLM": "llm",
@@ -47,8 +54,15 @@ _HOMES = {
     "BlockAllocator": "blocks.allocator",
     "BlockTable": "blocks.table",
     "MemoryMap": "blocks.memory_map",
+    "MemoryPlan": "planning.plan",
     "BlockInfo": "blocks.memory_map",
     "FinishReason": "scheduling.request",
+    "simulate": "simulation.simulator",
+    "SimulatedRequest": "simulation.workload",
+    "poisson_requests": "simulation.workload",
+    "StepCost": "simulation.cost",
+    "StepLoad": "simulation.cost",
+    "SimulationResult": "simulation.results",
 }
 
 __version__ = "0.1.0"

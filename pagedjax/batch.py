@@ -36,7 +36,9 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
     positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - num_new - num_computed, num_new)
     blocks = block_tables[rows, positions // config.block_size]
     token_ids = chain.from_iterable(
-        request.token_ids[request.num_computed_tokens : request.num_computed_tokens + n]
+        [0] * n
+        if request.is_finished  # since it was scheduled: its tokens may be fewer now
+        else request.token_ids[request.num_computed_tokens : request.num_computed_tokens + n]
         for request, n in scheduled.num_new_tokens.items()
     )
     row_of = {request: row for row, request in enumerate(requests)}
@@ -62,6 +64,37 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
     if config.check_integrity:
         _check_ranges(batch, requests, config)
     return batch
+
+
+def padding_batch(config: EngineConfig, num_tokens: int, max_query_len: int) -> ModelInput:
+    """A batch of this shape without any request: it computes on the null block alone."""
+    num_rows = config.num_rows_for(num_tokens)
+
+    def zeros(*shape: int, dtype: type = np.int32) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    return ModelInput(
+        token_ids=zeros(num_tokens),
+        positions=zeros(num_tokens),
+        attn=AttentionMetadata(
+            slot_mapping=zeros(num_tokens),
+            block_tables=zeros(num_rows, config.max_blocks_per_seq),
+            context_lens=zeros(num_rows),
+            query_start_loc=zeros(num_rows + 1),
+            max_query_len=max_query_len,
+        ),
+        logits_indices=zeros(num_rows),
+        num_samples=zeros(),
+        sampling=SamplingInput(
+            temperature=zeros(num_rows, dtype=np.float32),
+            top_k=zeros(num_rows),
+            top_p=np.ones(num_rows, np.float32),
+            min_p=zeros(num_rows, dtype=np.float32),
+            seed=zeros(num_rows, 2, dtype=np.uint32),
+            sample_index=zeros(num_rows, dtype=np.uint32),
+            num_outputs=zeros(num_rows, dtype=np.uint32),
+        ),
+    )
 
 
 def _pad_block_tables(requests: list[Request], S: int, B: int) -> Int32[np.ndarray, "S B"]:
@@ -99,7 +132,8 @@ def _check_ranges(batch: ModelInput, requests: list[Request], config: EngineConf
     """Raises AssertionError for an index that the device would clamp, wrap or drop instead of refusing it."""
     num_tokens = int(batch.attn.query_start_loc[-1])
     token_ids, positions = batch.token_ids[:num_tokens], batch.positions[:num_tokens]
-    assert (token_ids >= 0).all(), f"negative token id in {token_ids}"
+    lowest = -config.max_num_rows if config.async_scheduling else 0  # the placeholders are the lowest there can be
+    assert (token_ids >= lowest).all(), f"negative token id in {token_ids}"
     assert ((positions >= 0) & (positions < config.max_model_len)).all(), f"position outside the model: {positions}"
     for request, context_len in zip(requests, batch.attn.context_lens, strict=False):
         table = request.block_table.blocks

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+PREEMPTIONS = ("recompute", "swap", "auto")
+POLICIES = ("fcfs", "priority")
 
 
 def check_positive_int(name: str, value: object) -> None:
@@ -34,17 +36,37 @@ class EngineConfig:
     drawn from, after edits, temperature and filters."""
     enable_prefix_caching: bool = True
     """Look for the KV of a prompt's full blocks in what was computed before, instead of computing it again."""
+    preemption: str = "recompute"
+    """What becomes of the KV of whoever has to make room: "recompute" forgets it, "swap" moves it to the host if there
+    is room for all that a request has, "auto" takes what measures faster."""
+    num_swap_blocks: int = 0
+    """Blocks of the host pool."""
+    scheduling_policy: str = "fcfs"
+    """Who goes first: "fcfs", who came first, or "priority", where a level of priority counts as `priority_aging_s`."""
+    priority_aging_s: float = 10.0
+    """Seconds of waiting that make up for a level of priority: a request never waits for one that arrives later than
+    this many seconds after it, times the difference of their levels."""
+    num_decode_steps: int = 1
+    """Most tokens that a request gets from one step in which everyone decodes."""
+    async_scheduling: bool = False
+    """Schedule a step while the device computes the one before it."""
     check_integrity: bool = False
     """Recount blocks and check every table before each step: for tests and for debugging."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.type is int:
+            if field.type is int and field.name != "num_swap_blocks":
                 check_positive_int(field.name, getattr(self, field.name))
             elif field.type is bool and not isinstance(value := getattr(self, field.name), bool):
                 raise ValueError(f"{field.name} must be a bool, got {value!r}")
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
+        if self.num_swap_blocks != 0:
+            check_positive_int("num_swap_blocks", self.num_swap_blocks)
+        if not 0 < self.priority_aging_s < float("inf"):
+            raise ValueError(f"priority_aging_s must be positive and finite, got {self.priority_aging_s!r}")
+        choices = {"logprobs_mode": LOGPROBS_MODES, "preemption": PREEMPTIONS, "scheduling_policy": POLICIES}
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
     def max_prompt_len(self, *, generates: bool, num_blocks: int | None = None) -> int:
         """Longest prompt that fits the model and the pool, or `num_blocks` of it, with a first token to generate or
@@ -103,7 +125,12 @@ class EngineConfig:
 
     def num_rows_for(self, num_tokens: int) -> int:
         """Rows of the tables of a step that is padded to `num_tokens` tokens."""
-        return min(num_tokens, max(self.max_num_running, self.min_decode_bucket))
+        return min(num_tokens, self.max_num_rows)
+
+    @property
+    def max_num_rows(self) -> int:
+        """Most rows that the tables of a step may have."""
+        return max(self.max_num_running, self.min_decode_bucket)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the KV of `num_tokens` tokens."""

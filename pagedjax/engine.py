@@ -1,34 +1,29 @@
 """The engine: requests go in, steps run, outputs come out. One step reads schedule, run, update."""
 
-import logging
 import random
+import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import jax
 import numpy as np
 
-from pagedjax.batch import build_batch
-from pagedjax.beams.rows import build_beam_rows
 from pagedjax.blocks.memory_map import MemoryMap, build_memory_map
 from pagedjax.config import EngineConfig
+from pagedjax.launch import LaunchedStep, launch
 from pagedjax.model_runner import ModelRunner
-from pagedjax.output_processor import OutputProcessor
 from pagedjax.outputs import CompletionOutput, EngineStats, RequestOutput
 from pagedjax.requests import Params, Prompt, RequestFactory, child_id
-from pagedjax.sampling.extras import build_extras
-from pagedjax.sampling.log_entries import StepLogprobs
 from pagedjax.sampling.params import SamplingParams
 from pagedjax.scheduling.group import SequenceGroup
-from pagedjax.scheduling.output import SchedulerOutput
 from pagedjax.scheduling.request import FinishReason, HeldKV, Request
 from pagedjax.scheduling.scheduler import Scheduler
 from pagedjax.scheduling.sequences import Sequence as HeldSequence
-
-logger = logging.getLogger(__name__)
+from pagedjax.text.output_processor import OutputProcessor
 
 
 class LLMEngine:
@@ -43,6 +38,8 @@ class LLMEngine:
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
     ) -> None:
+        if config.preemption == "auto":
+            config = replace(config, preemption=runner.faster_preemption())
         self.runner = runner
         self.config = config
         self.tokenizer = tokenizer
@@ -53,26 +50,37 @@ class LLMEngine:
         self._deferred: dict[str, RequestOutput] = {}
         self._keeping: dict[str, list[Request]] = {}
         self._is_interrupted = False
+        self._in_flight: LaunchedStep | None = None
+        self.clock: Callable[[], float] = time.monotonic
+        """Seconds, for priorities that age."""
         self.inboxes: dict[str, deque[RequestOutput]] = {}
         """Where the outputs of a request go, up to its last one, instead of being returned by `step`."""
         self._num_steps = self._num_finished = self._num_prompt_tokens = self._num_output_tokens = 0
 
     def add_request(
-        self, prompt: Prompt, params: Params | None = None, request_id: str | None = None, *, keeps_kv: bool = False
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        keeps_kv: bool = False,
     ) -> str:
         """Queues a prompt; returns the request's id, a fresh one if none is given.
 
-        With `keeps_kv`, the KV of its completions stays in the pool when they have ended, for `take_kept`.
+        With `scheduling_policy="priority"` a request of a lower `priority` goes before one of a higher, unless that has
+        waited `priority_aging_s` longer for each level between them. With `keeps_kv`, the KV of its completions stays
+        in the pool when they have ended, for `take_kept`.
 
         Raises ValueError, and queues nothing, for a prompt that is empty, not in the vocabulary or too long for
-        `max_model_len` or the pool, and for an id that an unfinished request has.
+        `max_model_len` or the pool, for an id that an unfinished request has, and for a priority where there are none.
         """
         params = SamplingParams() if params is None else params
         request_id = self._new_id(request_id, params.n if isinstance(params, SamplingParams) else 1)
         text, token_ids = self.requests.tokenize(prompt)
         if isinstance(prompt, HeldSequence) and prompt.store is not self.scheduler.kv:
             raise ValueError("prompt is a sequence of another engine: pass its token_ids")
-        group = self._new_group(request_id, token_ids, params)
+        group = self._new_group(request_id, token_ids, params, priority)
         for request in group.requests:
             request.source = prompt.kv if isinstance(prompt, HeldSequence) else None
             request.keeps_kv = keeps_kv
@@ -119,6 +127,7 @@ class LLMEngine:
         depends on the seed of the old one and on how often that was forked.
         Raises ValueError for an id that no unfinished request has, and for one with several completions or beams.
         """
+        self._settle()
         parent = self._single(request_id)
         params = parent.params if params is None else params
         if not isinstance(params, SamplingParams) or params.n != 1:
@@ -156,6 +165,7 @@ class LLMEngine:
         Raises ValueError for an id that no unfinished request has, for one with several completions, beams or
         log-probabilities of outputs, and for tokens that are too many or not in the vocabulary.
         """
+        self._settle()
         request, token_ids = self._single(request_id), self.requests.checked_ids(token_ids)
         if request.params.logprobs is not None:
             raise ValueError(f"request {request_id!r} wants logprobs, which appended tokens have none of")
@@ -212,27 +222,25 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Computes one step; returns the requests that got a token, with all of their output so far.
 
-        If the step raises, every running request goes back to the queue and is computed again by the next steps.
+        With `async_scheduling` it launches one and returns what came of the one before, which the device has computed
+        meanwhile. If the step raises, every running request goes back to the queue and is computed again.
         """
         outputs = self.outputs.leftovers(self.scheduler) if self._is_interrupted else []
-        try:
+        steps: list[LaunchedStep] = []
+        with self._recovering():
             scheduled = self.scheduler.schedule()
+            if scheduled.swap_out:  # which a step that computes nothing may have, too
+                self.runner.swap_out(scheduled.swap_out)
+            if not scheduled or not scheduled.is_plain:  # the host needs to know the tokens first
+                steps += self._resolve()
             if scheduled:
-                updated, ended, logprobs = self._run(scheduled)
-        except BaseException:
-            # The step's KV, and with a donated pool all KV, is gone; the tokens are not, they are on the host.
-            self.runner.restore_kv_cache()
-            self._recompute_all()
-            self._is_interrupted = True
-            raise
-        self._is_interrupted = True  # until all who ended in this step have their outputs
-        if scheduled:
-            searches = [group for group in scheduled.beams if group.search is not None and group.search.is_done]
-            outputs += self.outputs.process([*updated, *ended], self.scheduler, logprobs, searches)
-            self._num_steps += 1
-            self._num_output_tokens += len(updated) + sum(len(group.requests) for group in scheduled.beams)
-        self._is_interrupted = False
-        self._num_finished += sum(output.finished for output in outputs)
+                launched = launch(self.runner, scheduled, self.config, self.requests.vocab_size)
+                steps += self._resolve()
+                self.scheduler.advance(scheduled)
+                self._in_flight = launched
+                if not self.config.async_scheduling or not scheduled.is_plain:
+                    steps += self._resolve()
+        outputs += self._process(steps)
         return self._pop_deferred() + [output for output in outputs if not self._deliver(output)]
 
     def stats(self) -> EngineStats:
@@ -250,6 +258,10 @@ class LLMEngine:
             prefix_cache_query_tokens=cache.num_query_tokens if cache else 0,
             prefix_cache_hit_tokens=cache.num_hit_tokens if cache else 0,
             num_preemptions=self.scheduler.num_preemptions,
+            num_swap_blocks=self.config.num_swap_blocks,
+            num_free_swap_blocks=self.scheduler.swap.host.num_free_blocks,
+            num_swapped_out_blocks=self.scheduler.swap.num_swapped_out,
+            num_swapped_in_blocks=self.scheduler.swap.num_swapped_in,
             num_steps=self._num_steps,
             num_finished=self._num_finished,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -270,32 +282,53 @@ class LLMEngine:
         self._deferred.clear()
         return outputs
 
-    def _run(self, scheduled: SchedulerOutput) -> tuple[list[Request], list[Request], StepLogprobs | None]:
-        """The requests that got a token, those that ended without one, and log-probabilities if anyone wants them."""
-        batch = build_batch(scheduled, self.config)
-        extras = build_extras(scheduled, self.config.extras_buckets, self.requests.vocab_size)
-        beams = build_beam_rows(scheduled, self.config.extras_buckets) if scheduled.beams else None
-        if scheduled.copies:
-            self.runner.copy_blocks(scheduled.copies)
-        logprobs, failed, candidates = None, {}, ()
-        if extras is None and beams is None:
-            sampled = self.runner.run(batch)
-        else:
-            result = self.runner.run_with(batch, extras, beams)
-            sampled = result.token_ids
-            if extras is not None:
-                failed = extras.failed
-                logprobs = StepLogprobs(scheduled.sampling, extras.prompt, result.logprobs, result.prompt_logprobs)
-            if beams is not None:
-                candidates = beams.split(result.beams)
-        for request, error in failed.items():
-            logger.error("request %r ends with an error: %s", request.request_id, error, exc_info=error)
-        sampled = sampled[: len(scheduled.sampling)]
-        updated = self.scheduler.update(scheduled, sampled, candidates, failed)
-        return updated, [*scheduled.scored, *failed], logprobs
+    def _resolve(self) -> list[LaunchedStep]:
+        """Waits for the step in flight, if there is one, and lets the scheduler know what came of it."""
+        if self._in_flight is None:
+            return []
+        step, self._in_flight = self._in_flight, None
+        tokens = self.runner.fetch(step.tokens)[..., : len(step.scheduled.sampling)].T.tolist()
+        step.updated = self.scheduler.resolve(step.scheduled, tokens, step.candidates, step.failed)
+        return [step]
+
+    def _process(self, steps: list[LaunchedStep]) -> list[RequestOutput]:
+        """The outputs of those that got a token or ended in these steps."""
+        outputs = []
+        self._is_interrupted = True  # until all who ended have their outputs
+        for step in steps:
+            scheduled = step.scheduled
+            searches = [group for group in scheduled.beams if group.search is not None and group.search.is_done]
+            touched = [*step.updated, *scheduled.scored, *step.failed]
+            outputs += self.outputs.process(touched, self.scheduler, step.logprobs, searches)
+            self._num_steps += 1
+            self._num_output_tokens += len(step.updated) + sum(len(group.requests) for group in scheduled.beams)
+        self._is_interrupted = False
+        self._num_finished += sum(output.finished for output in outputs)
+        return outputs
+
+    def _settle(self) -> None:
+        """Waits for the step in flight: all tokens are known. The next `step` returns the outputs."""
+        with self._recovering():
+            steps = self._resolve()
+        for output in self._process(steps):
+            if not self._deliver(output):
+                self._deferred[output.request_id] = output
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """After an exception all KV is computed again. The step's, and with a donated pool all KV, is gone; the tokens
+        are not, but for those in flight, which will be the same."""
+        try:
+            yield
+        except BaseException:
+            self.runner.restore_kv_cache()
+            self._recompute_all()
+            self._is_interrupted = True
+            raise
 
     def _recompute_all(self) -> None:
         """For all KV is lost, or of no use any more. Queues and blocks may be in any state: they are made anew."""
+        self._in_flight = None
         groups = [request.group for each in self.outputs.groups.values() for request in each.requests]
         self.scheduler.restart({group: None for group in groups if group.requests})
         for held in self.scheduler.kv.pinned:
@@ -314,9 +347,19 @@ class LLMEngine:
         self.inboxes[request_id] = deque(maxlen=0)  # nobody's
         self.scheduler.add(group)
 
-    def _new_group(self, request_id: str, token_ids: list[int], params: Params) -> SequenceGroup:
+    def _new_group(self, request_id: str, token_ids: list[int], params: Params, priority: int = 0) -> SequenceGroup:
         max_seq_len = self.config.max_seq_len_in(self.scheduler.kv.num_usable_blocks)
-        return self.requests.new_group(request_id, token_ids, params, max_seq_len)
+        return self.requests.new_group(request_id, token_ids, params, max_seq_len, self._rank(priority))
+
+    def _rank(self, priority: int) -> float:
+        """Each level of priority counts as if the request had come so much later."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be an int, got {priority!r:.80}")
+        if self.config.scheduling_policy == "priority":
+            return self.clock() + priority * self.config.priority_aging_s
+        if priority:
+            raise ValueError(f'priority={priority} needs scheduling_policy="priority", this engine has "fcfs"')
+        return 0.0
 
     def _new_id(self, request_id: str | None, n: int = 1) -> str:
         if not isinstance(request_id, str | None):

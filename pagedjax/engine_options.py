@@ -1,17 +1,15 @@
 """What an engine's options become on this machine: checked, and every None decided."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
-import jax
-
 from pagedjax.config import EngineConfig, check_positive_int
-from pagedjax.kv_cache import bytes_per_block
 from pagedjax.models.config import ModelConfig
+from pagedjax.planning.bounds import num_blocks_that_fit, num_swap_blocks_that_fit
+from pagedjax.planning.memory import Memory
 
-CPU_POOL_BYTES = 2**30
-"""KV pool on a CPU unless `num_blocks` says otherwise: 22,000 tokens of SmolLM2-135M in f32."""
 CPU_TOKEN_BUDGET = 256
 """Tokens per step on a CPU: from here on larger products are no faster per token, only later."""
 TOKEN_BUDGET = 2048
@@ -36,18 +34,26 @@ def decide_options(
     model: ModelConfig,
     *,
     dtype: str,
+    memory: Memory,
+    weight_bytes: int,
     block_size: int | None,
     num_blocks: int | None,
-    gpu_memory_utilization: float,
     max_num_seqs: int,
     max_num_batched_tokens: int | None,
     max_model_len: int | None,
     logprobs_mode: str,
     enable_prefix_caching: bool,
+    preemption: str,
+    num_swap_blocks: int | None,
+    scheduling_policy: str,
+    priority_aging_s: float,
+    num_decode_steps: int,
+    async_scheduling: bool,
     check_integrity: bool,
 ) -> EngineConfig:
-    """The options of `LLM` with every None decided."""
-    is_cpu = jax.default_backend() == "cpu"
+    """The options of `LLM` with every None decided, for a machine with this memory, of which weights that are still to
+    be loaded will take `weight_bytes`."""
+    is_cpu = memory.platform == "cpu"
     if max_model_len is None:
         max_model_len = model.max_position_embeddings
     block_size = block_size if block_size is not None else CPU_BLOCK_SIZE if is_cpu else BLOCK_SIZE
@@ -55,13 +61,11 @@ def decide_options(
         raise ValueError(
             f"max_model_len must be at most the model's {model.max_position_embeddings}, got {max_model_len}"
         )
-    if num_blocks is None:
-        most_used = max_num_seqs * -(-max_model_len // block_size)
-        num_blocks = min(most_used, _num_blocks_that_fit(model, dtype, block_size, gpu_memory_utilization))
+    most_used = max_num_seqs * -(-max_model_len // block_size)
     if max_num_batched_tokens is None:
         max_num_batched_tokens = CPU_TOKEN_BUDGET if is_cpu else TOKEN_BUDGET
-    return EngineConfig(
-        num_blocks=num_blocks,
+    config = EngineConfig(
+        num_blocks=most_used if num_blocks is None else num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -70,25 +74,17 @@ def decide_options(
         min_decode_bucket=2 if is_cpu and dtype != "float32" else 1,
         logprobs_mode=logprobs_mode,
         enable_prefix_caching=enable_prefix_caching,
+        preemption=preemption,
+        num_swap_blocks=num_swap_blocks or 0,
+        scheduling_policy=scheduling_policy,
+        priority_aging_s=priority_aging_s,
+        num_decode_steps=num_decode_steps,
+        async_scheduling=async_scheduling,
         check_integrity=check_integrity,
     )
-
-
-def _num_blocks_that_fit(config: ModelConfig, dtype: str, block_size: int, gpu_memory_utilization: float) -> int:
-    block = bytes_per_block(
-        num_layers=config.num_layers,
-        block_size=block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
-    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    if stats is None:
-        return max(1, CPU_POOL_BYTES // block)
-    budget = int(stats["bytes_limit"] * gpu_memory_utilization) - stats["bytes_in_use"]
-    if budget < block:
-        raise ValueError(
-            f"no memory for the KV pool: {gpu_memory_utilization:.0%} of {stats['bytes_limit'] / 2**30:.1f} GiB less "
-            f"{stats['bytes_in_use'] / 2**30:.1f} GiB in use leaves less than one block of {block / 2**20:.1f} MiB"
-        )
-    return budget // block
+    if num_blocks is None:
+        num_blocks = min(most_used, num_blocks_that_fit(model, config, dtype, memory, weight_bytes))
+    config = replace(config, num_blocks=num_blocks)
+    if num_swap_blocks is None and preemption in ("swap", "auto"):
+        num_swap_blocks = num_swap_blocks_that_fit(model, config, dtype, memory, weight_bytes)
+    return replace(config, num_swap_blocks=num_swap_blocks or 0)

@@ -1,5 +1,6 @@
 """Offline use: a model by name or path, prompts in, completions out in the order of the prompts."""
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -11,15 +12,16 @@ from tqdm.auto import tqdm
 
 from pagedjax.beams.params import BeamSearchParams
 from pagedjax.blocks.memory_map import MemoryMap
+from pagedjax.compilation_cache import use_compilation_cache
 from pagedjax.engine import LLMEngine
-from pagedjax.engine_options import check_options, decide_options
 from pagedjax.model_runner import ModelRunner
 from pagedjax.models.config import check_float_dtype
 from pagedjax.models.llama import LlamaForCausalLM, Params
-from pagedjax.models.load import Checkpoint, load_checkpoint
+from pagedjax.models.load import Checkpoint, load_checkpoint, load_tensors
 from pagedjax.models.tokenizer import apply_chat_template
 from pagedjax.outputs import CompletionOutput, EngineStats, RequestOutput, ScoreOutput
-from pagedjax.paths import cache_dir
+from pagedjax.planning.build import plan_memory
+from pagedjax.planning.plan import MemoryPlan
 from pagedjax.requests import Params as RequestParams
 from pagedjax.requests import Prompt
 from pagedjax.sampling.params import SamplingParams
@@ -78,6 +80,12 @@ class LLM:
         attention_implementation: str | None = None,
         logprobs_mode: str = "raw_logprobs",
         enable_prefix_caching: bool = True,
+        preemption: str = "recompute",
+        num_swap_blocks: int | None = None,
+        scheduling_policy: str = "fcfs",
+        priority_aging_s: float = 10.0,
+        num_decode_steps: int = 1,
+        async_scheduling: bool = False,
         check_integrity: bool = False,
         warm_up: bool | Literal["all"] = True,
         progress: bool = False,
@@ -89,9 +97,10 @@ class LLM:
           dtype: of params and pool; "auto" is float32 on a CPU and bfloat16 on a GPU.
             Params that are passed in keep theirs.
           block_size: tokens per KV block; None takes 64 on a CPU, where it reads faster from memory, and 16 elsewhere.
-          num_blocks: size of the pool; None takes 1 GiB on a CPU and what `gpu_memory_utilization` allows on a GPU.
-          gpu_memory_utilization: share, for weights and pool together, of the memory that JAX may take of the GPU: 75%,
-            unless XLA_PYTHON_CLIENT_MEM_FRACTION was set before JAX started.
+          num_blocks: size of the pool; None takes at most 1 GiB on a CPU and what `gpu_memory_utilization` allows on a
+            GPU. ValueError if it does not fit beside weights and programs (see `plan`), before anything is allocated.
+          gpu_memory_utilization: share, for weights, pool and programs, of the memory that JAX may take of the GPU,
+            which is 75% unless XLA_PYTHON_CLIENT_MEM_FRACTION was set before JAX started.
           max_num_seqs: most requests in a step. max_num_batched_tokens: most tokens in a step; None picks by platform.
           max_model_len: most tokens of a request; None takes the model's own limit.
           seed: where the seeds of requests without one are drawn from.
@@ -99,16 +108,20 @@ class LLM:
           logprobs_mode: "raw_logprobs" gives the log-softmax of the model's logits, "processed_logprobs" that of what
             is drawn from, after everything that `SamplingParams` does to them.
           enable_prefix_caching: find the KV of a prompt's first full blocks in what earlier requests have computed.
+          preemption: what becomes of the KV of requests that have to make room: "recompute" forgets it, "swap" moves it
+            to the host and back, "auto" takes what measures faster at the start.
+          num_swap_blocks: size of the host pool; None takes as many as the pool has, and none without swapping. Only
+            what is swapped out takes memory.
+          scheduling_policy: "fcfs" serves first come, first served; "priority" those with the lowest `priority`, where
+            `priority_aging_s` seconds of waiting make up for a level, so that nobody waits for ever.
+          num_decode_steps: most tokens that each request gets from one step while all are decoding. They come together,
+            and new requests wait for the end of the step.
+          async_scheduling: prepare a step on the host while the device computes the one before.
           check_integrity: recount all blocks and check all tables before each step, for debugging.
           warm_up: compile all programs now. Without it each compiles when it is first needed. What goes beyond plain
             sampling (penalties, masks, log-probabilities) does so anyway, unless it is "all".
           progress: show bars for loading and compiling on stderr.
         """
-        optional = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": max_model_len}
-        optional |= {"max_num_batched_tokens": max_num_batched_tokens}
-        sizes = {name: value for name, value in optional.items() if value is not None}
-        check_options(sizes | {"max_num_seqs": max_num_seqs}, seed, gpu_memory_utilization)
-        _use_compilation_cache()
         if isinstance(model, LlamaForCausalLM):
             if params is None:
                 raise ValueError("params: a model that is passed as a module needs its params as well")
@@ -116,23 +129,37 @@ class LLM:
                 raise ValueError('params: expected the pytree of `load`, or what `model.init` gives under "params"')
         elif params is not None or tokenizer is not None:
             raise ValueError("params and tokenizer go with a module: a model by name or path brings its own")
-        else:
-            config, params, tokenizer = _load(model, dtype, progress)
-            model = LlamaForCausalLM(config)
-        self.tokenizer = tokenizer
-        engine_config = decide_options(
-            model.config,
-            dtype=str(params["norm"]["scale"].dtype),
+        use_compilation_cache()
+        self.memory_plan, header = plan_memory(
+            model,
+            params,
+            dtype=dtype,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            with_tensors=True,
             block_size=block_size,
             num_blocks=num_blocks,
-            gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             logprobs_mode=logprobs_mode,
             enable_prefix_caching=enable_prefix_caching,
+            preemption=preemption,
+            num_swap_blocks=num_swap_blocks,
+            scheduling_policy=scheduling_policy,
+            priority_aging_s=priority_aging_s,
+            num_decode_steps=num_decode_steps,
+            async_scheduling=async_scheduling,
             check_integrity=check_integrity,
         )
+        self.memory_plan.check()
+        if header is not None:
+            config, params, tokenizer = load_tensors(header, self.memory_plan.dtype, progress)
+            model = LlamaForCausalLM(config)
+        assert isinstance(model, LlamaForCausalLM)
+        assert params is not None
+        self.tokenizer = tokenizer
+        engine_config = self.memory_plan.config
         runner = ModelRunner(
             model,
             params,
@@ -146,36 +173,77 @@ class LLM:
         if warm_up:
             runner.warm_up(extras=warm_up == "all", progress=progress)
 
+    @classmethod
+    def plan(
+        cls,
+        model: str | Path | LlamaForCausalLM,
+        *,
+        num_requests: int | None = None,
+        context: int | None = None,
+        memory_bytes: int | None = None,
+        platform: str | None = None,
+        compile: bool = True,
+        **options: Any,
+    ) -> MemoryPlan:
+        """What `LLM(model, **options)` would take of the memory, and how many requests fit: print it for a table.
+        Nothing is loaded; of a hub id only its config is downloaded. `memory_plan` is the plan of an engine.
+
+        Args:
+          num_requests, context: whether so many requests of so many tokens, prompt and output together, fit at once.
+          memory_bytes: plan for a card with so much memory instead, or with platform="cpu" for such a machine.
+          platform: "cpu" or "gpu"; None is this machine's, with `memory_bytes` a GPU.
+          compile: ask XLA what the largest programs take (seconds on a CPU, minutes for a large model on a GPU), if
+            they are for this machine. Without it bounds in closed form stand alone.
+        """
+        use_compilation_cache()
+        given = inspect.signature(cls).bind(model, **options)
+        given.apply_defaults()
+        own = ("tokenizer", "warm_up", "progress")  # what takes no memory
+        arguments = {name: value for name, value in given.arguments.items() if name not in own}
+        asked = {"num_requests": num_requests, "context": context, "memory_bytes": memory_bytes, "platform": platform}
+        return plan_memory(**arguments, **asked, compile=compile)[0]
+
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: RequestParams | Sequence[RequestParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Completions of one prompt or of a list, in the order of the prompts.
 
         A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. One SamplingParams serves
-        all prompts, a list has one for each. Raises ValueError before anything runs if any prompt is bad; after an
-        exception or an interrupt no request of this call is left in the engine.
+        all prompts, a list has one for each; so it is with `priority` (see `LLMEngine.add_request`). Raises ValueError
+        before anything runs if any prompt is bad; after an exception or an interrupt no request of this call is left in
+        the engine.
         """
         prompt_list = _as_list(prompts)
-        return self._generate(prompt_list, _params_per_prompt(sampling_params, len(prompt_list)), use_tqdm)
+        params = _params_per_prompt(sampling_params, len(prompt_list))
+        priorities = priority if isinstance(priority, Sequence) else [priority] * len(prompt_list)
+        if len(priorities) != len(prompt_list):
+            raise ValueError(
+                f"priority must be one for all or one per prompt: {len(priorities)} for {len(prompt_list)}"
+            )
+        return self._generate(prompt_list, params, use_tqdm, priorities=priorities)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> Stream:
         """A request's output after each step in which it got a token: all of it so far, so the last is the result.
 
         The request is queued now, and a bad one raises ValueError now. Several streams may be read in turn, also
         between calls of `generate` and of `engine.step`. To close one, or to drop it, aborts its request.
         """
-        return Stream(self._shared, prompt, sampling_params)
+        return Stream(self._shared, prompt, sampling_params, priority=priority)
 
-    def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncStream:
+    def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncStream:
         """As `stream`, for asyncio: steps run in a worker thread, one at a time and for all tasks together.
 
         A bad request raises ValueError at the first output, as the tokenizer is the worker's as well. While one of
         these is read, leave `engine` itself alone: it is not thread-safe.
         """
-        return AsyncStream(self._shared, prompt, sampling_params)
+        return AsyncStream(self._shared, prompt, sampling_params, priority=priority)
 
     def chat(
         self,
@@ -297,14 +365,20 @@ class LLM:
         return self.engine.stats()
 
     def _generate(
-        self, prompts: Sequence[Prompt], params: Sequence[Any], use_tqdm: bool, kept: list[list[HeldKV]] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[Any],
+        use_tqdm: bool,
+        kept: list[list[HeldKV]] | None = None,
+        priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The outputs; with `kept`, which is filled, the KV of all completions stays."""
         inbox = Inbox()
         try:
             for i, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+                priority = 0 if priorities is None else priorities[i]
                 try:
-                    self._shared.add(inbox, prompt, prompt_params, keeps_kv=kept is not None)
+                    self._shared.add(inbox, prompt, prompt_params, keeps_kv=kept is not None, priority=priority)
                 except ValueError as error:
                     raise ValueError(f"prompts[{i}]: {error}") from error
             outputs = self._run(inbox, use_tqdm)
@@ -333,14 +407,6 @@ def _load(name_or_path: str | Path, dtype: str, progress: bool) -> Checkpoint:
     if dtype != "auto":
         return load_checkpoint(name_or_path, check_float_dtype(dtype), progress)
     return load_checkpoint(name_or_path, "float32" if jax.default_backend() == "cpu" else "bfloat16", progress)
-
-
-def _use_compilation_cache() -> None:
-    """JAX's persistent compilation cache, in pagedjax's cache folder unless the user has chosen another."""
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

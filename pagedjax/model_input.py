@@ -54,19 +54,19 @@ class ModelInput:
 
 
 Layout = tuple[Any, tuple[tuple[tuple[int, ...], str], ...]]
-"""The tree of a packed batch, and shape and dtype of each of its leaves. Hashable: part of a compiled program."""
+"""The tree of what was packed, and shape and dtype of each of its leaves. Hashable: part of a compiled program."""
 
 
-def pack(batch: ModelInput) -> tuple[Int32[np.ndarray, " n"], Layout]:
-    """A host batch as one array, so that it goes to the device in one transfer instead of one per leaf."""
-    leaves, tree = jax.tree.flatten(batch)
+def pack(inputs: Any) -> tuple[Int32[np.ndarray, " n"], Layout]:
+    """A tree of host arrays as one array, so that it goes to the device in one transfer instead of one per leaf."""
+    leaves, tree = jax.tree.flatten(inputs)
     flat = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
     return flat, (tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
 
 
 @partial(jax.jit, static_argnums=1)
-def unpack(flat: Int32[Array | np.ndarray, " n"], layout: Layout) -> ModelInput:
-    """The batch that `pack` made `flat` and `layout` of, on the device."""
+def unpack(flat: Int32[Array | np.ndarray, " n"], layout: Layout) -> Any:
+    """The tree that `pack` made `flat` and `layout` of, on the device."""
     tree, specs = layout
     leaves, start = [], 0
     for shape, dtype in specs:

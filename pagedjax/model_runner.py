@@ -1,6 +1,8 @@
 """Params and KV pool on the device, and the one jitted step that uses them: the only jit and donate boundary."""
 
-from collections.abc import Iterable, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,19 +13,33 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 from tqdm.auto import tqdm
 
+from pagedjax.batch import padding_batch
 from pagedjax.beams.choose import Candidates, choose_candidates
 from pagedjax.beams.rows import BeamRows, beams_for_warm_up
+from pagedjax.blocks.host_pool import TILE, HostPool
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, copy_cache_blocks, init_kv_cache
-from pagedjax.model_input import ModelInput, SamplingInput, pack, unpack
+from pagedjax.model_input import ModelInput, pack, unpack
 from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
 from pagedjax.pallas_kernels.attention import why_not
-from pagedjax.pallas_kernels.metadata import AttentionMetadata
+from pagedjax.sampling.decode_loop import (
+    DecodeRows,
+    build_decode_rows,
+    decode_in_loop,
+    decode_in_turn,
+    feed_tokens,
+    pad_tokens,
+)
 from pagedjax.sampling.extras import StepExtras, extras_for_warm_up
 from pagedjax.sampling.logprobs import TokenLogprobs
 from pagedjax.sampling.pipeline import padded_top, sample_with
 from pagedjax.sampling.rows import PROMPT_LOGPROBS_ROWS, sample_rows, score_rows, take_rows
 from pagedjax.sampling.sampler import sample
+
+logger = logging.getLogger(__name__)
+
+HEAD = ("embed_tokens", "norm", "lm_head")
+"""The params that hidden states are read out with."""
 
 CPU_HEAD_ROWS = 64
 """Rows that go through the head at a time on a CPU, where products are compute-bound. A GPU takes all at once: there
@@ -71,6 +87,10 @@ class ModelRunner:
         self._check_attention(attention_implementation)
         step = partial(paged_step, implementation=attention_implementation)
         self._forward: Any = jax.jit(step, static_argnums=0, donate_argnums=3) if whole_step else step
+        self._whole_step = whole_step
+        self._decode_loop: Any = jax.jit(self._decode_in_loop, donate_argnums=3)
+        self._last_tokens: Any = None
+        self.host_pool = HostPool(whole_step)
         self._copy: Any = (
             jax.jit(copy_cache_blocks, static_argnums=0, donate_argnums=1) if whole_step else copy_cache_blocks
         )
@@ -83,17 +103,36 @@ class ModelRunner:
         """Shapes of batches that were run, and so compiled, so far."""
         return len(self._shapes_run)
 
-    def run(self, batch: ModelInput) -> np.ndarray:
-        """Runs one step: i32[S] token ids, of which the first `batch.num_samples` are real. DONATES the pool."""
-        self._shapes_run.add((len(batch.token_ids), batch.attn.max_query_len))
-        batch = unpack(*pack(batch))
-        hidden, self.kv_cache = self._forward(self.model.config, self.params, batch, self.kv_cache)
-        return np.asarray(sample_rows(self.model.config, self._head_params, hidden, batch, self._head_rows))
+    def run(self, batch: ModelInput) -> Int32[Array | np.ndarray, "S"]:
+        """Runs one step: token ids on the device, of which the first `batch.num_samples` are real. DONATES the pool.
+
+        It does not wait. Token ids of the batch that are negative stand for the last tokens of the step before.
+        """
+        hidden, on_device = self._run_layers(batch)
+        tokens = sample_rows(self.model.config, self._head_params, hidden, on_device, self._head_rows)
+        self._remember(tokens)
+        return tokens
+
+    def fetch(self, tokens: Any) -> np.ndarray:
+        """Waits for what `run` or `run_decodes` gave."""
+        return np.asarray(tokens)
+
+    def run_decodes(self, batch: ModelInput, rows: DecodeRows) -> Any:
+        """As `run`, for a batch of decodes which get several tokens each: i32[S] of each decode. DONATES the pool."""
+        on_device, limits = unpack(*pack((batch, rows)))
+        on_device = self._fed(on_device)
+        if self._whole_step:
+            tokens, last, self.kv_cache = self._decode_loop(self.params, on_device, limits, self.kv_cache)
+        else:
+            num_steps = int(rows.num_decodes.max())
+            decode = partial(self._decode, self.params)
+            tokens, last, self.kv_cache = decode_in_turn(decode, on_device, limits, self.kv_cache, num_steps)
+        self._remember(last.token_ids)
+        return tokens
 
     def run_with(self, batch: ModelInput, extras: StepExtras | None, beams: BeamRows | None = None) -> StepResult:
         """As `run`, for requests that ask for more than plain sampling. DONATES the pool."""
-        on_device = unpack(*pack(batch))
-        hidden, self.kv_cache = self._forward(self.model.config, self.params, on_device, self.kv_cache)
+        hidden, on_device = self._run_layers(batch)
         logprobs = prompt_logprobs = candidates = None
         if extras is not None and extras.is_for_sampling and batch.num_samples > 0:
             rows, sampling = jax.tree.map(
@@ -119,10 +158,35 @@ class ModelRunner:
         source[: len(copies)], target[: len(copies)] = list(copies.values()), list(copies)
         self.kv_cache = self._copy(tile, self.kv_cache, source, target, -(-len(copies) // tile))
 
+    def swap_out(self, moves: Mapping[int, int]) -> None:
+        """Copies blocks to the host, {host block: block}, as they are before the next step."""
+        self.host_pool.copy_out(self.kv_cache, moves)
+
+    def swap_in(self, moves: Mapping[int, int]) -> None:
+        """Copies blocks back, {block: host block}, before the next step. DONATES the pool."""
+        self.kv_cache = self.host_pool.copy_in(self.kv_cache, moves)
+
+    def faster_preemption(self) -> str:
+        """Whether to "swap" or to "recompute", by what a block takes: out and in again, or to compute its tokens in the
+        largest step. Measured on an empty pool."""
+        blocks = range(1, min(self.config.num_blocks, 4 * TILE) + 1)
+        moves = {block: block for block in blocks}
+        batch = list(self.padding_batches())[-1]
+
+        def swap() -> None:
+            self.swap_out(moves)
+            self.swap_in(moves)
+            jax.block_until_ready(self.kv_cache)
+
+        swap_s = _least_seconds(swap) / len(blocks)
+        step_s = _least_seconds(lambda: jax.block_until_ready(self.run(batch)))
+        recompute_s = step_s * self.config.block_size / len(batch.token_ids)
+        logger.info("a block takes %.2f ms to swap, %.2f ms to recompute", 1e3 * swap_s, 1e3 * recompute_s)
+        return "swap" if swap_s < recompute_s else "recompute"
+
     def run_with_logits(self, batch: ModelInput) -> tuple[np.ndarray, np.ndarray]:
         """As `run`, and also the f32[S, V] logits that the tokens come from: for tests and for debugging."""
-        batch = unpack(*pack(batch))
-        hidden, self.kv_cache = self._forward(self.model.config, self.params, batch, self.kv_cache)
+        hidden, batch = self._run_layers(batch)
         logits = _read_out(self.model.config, self._head_params, hidden[batch.logits_indices])
         return np.asarray(_sample(logits, batch.sampling)), np.asarray(logits)
 
@@ -130,8 +194,14 @@ class ModelRunner:
         """Compiles every program that `run` may need, by running each once on padding alone; with `extras` also those
         of `run_with`, but for logits processors, more than 20 log-probabilities and searches of more than 4 beams."""
         self.copy_blocks({})
+        if self.config.num_swap_blocks:
+            self.kv_cache = self.host_pool.warm_up(self.kv_cache)
         for batch in tqdm(list(self.padding_batches()), desc="compiling", unit="program", disable=not progress):
-            self.run(batch)
+            jax.block_until_ready(self.run(batch))
+            if self.config.num_decode_steps > 1 and batch.attn.max_query_len == 1:
+                self.run_decodes(batch, build_decode_rows([1], [], len(batch.logits_indices)))
+            if self.config.async_scheduling:
+                feed_tokens(jnp.asarray(batch.token_ids), self._last_tokens)
             for num_rows in self.config.extras_buckets_for(len(batch.token_ids)) if extras else ():
                 one_sample = replace(batch, num_samples=np.array(1, np.int32))
                 for num_top in (0, 20):
@@ -169,10 +239,36 @@ class ModelRunner:
         self.params = params
 
     def restore_kv_cache(self) -> None:
-        """After a failed step: makes a new pool if the old one, donated, went with it."""
-        if any(x.is_deleted() for x in jax.tree.leaves(self.kv_cache)):
+        """After a failed step: makes a new pool if the old one, donated, went with it or would come out of it."""
+        self.host_pool.clear()
+        if not _is_sound(self.kv_cache):
             del self.kv_cache  # what is left of it, before the new one: two pools may not fit
             self.kv_cache = self._new_kv_cache()
+
+    def _run_layers(self, batch: ModelInput) -> tuple[Float[Array, "T D"], ModelInput]:
+        """Hidden states, and the batch on the device."""
+        self._shapes_run.add((len(batch.token_ids), batch.attn.max_query_len))
+        on_device = self._fed(unpack(*pack(batch)))
+        hidden, self.kv_cache = self._forward(self.model.config, self.params, on_device, self.kv_cache)
+        return hidden, on_device
+
+    def _fed(self, batch: ModelInput) -> ModelInput:
+        """With the tokens of the step before, which the host may not know, in their places."""
+        if not self.config.async_scheduling or self._last_tokens is None:
+            return batch
+        return replace(batch, token_ids=feed_tokens(batch.token_ids, self._last_tokens))
+
+    def _remember(self, tokens: Any) -> None:
+        if self.config.async_scheduling:
+            self._last_tokens = pad_tokens(tokens, self.config.max_num_rows)
+
+    def _decode(self, params: Params, batch: ModelInput, kv_cache: KVCache) -> tuple[Int32[Array, "S"], KVCache]:
+        hidden, kv_cache = self._forward(self.model.config, params, batch, kv_cache)
+        head = {name: params[name] for name in HEAD if name in params}
+        return sample_rows(self.model.config, head, hidden, batch, self._head_rows), kv_cache
+
+    def _decode_in_loop(self, params: Params, batch: ModelInput, rows: DecodeRows, kv_cache: KVCache) -> Any:
+        return decode_in_loop(partial(self._decode, params), batch, rows, kv_cache, self.config.num_decode_steps)
 
     def _logprobs_after(
         self, hidden: Float[Array, "T D"], source: Int32[np.ndarray, "n"], target: Int32[np.ndarray, "n"], num_top: int
@@ -198,7 +294,7 @@ class ModelRunner:
 
     @property
     def _head_params(self) -> Params:
-        return {name: self.params[name] for name in ("embed_tokens", "norm", "lm_head") if name in self.params}
+        return {name: self.params[name] for name in HEAD if name in self.params}
 
     def _new_kv_cache(self) -> KVCache:
         model = self.model.config
@@ -217,32 +313,22 @@ _sample = jax.jit(sample)
 _choose_candidates = jax.jit(choose_candidates, static_argnums=4)
 
 
-def padding_batch(config: EngineConfig, num_tokens: int, max_query_len: int) -> ModelInput:
-    """A batch of this shape without any request: it computes on the null block alone."""
-    num_rows = config.num_rows_for(num_tokens)
+def _is_sound(kv_cache: KVCache) -> bool:
+    leaves = jax.tree.leaves(kv_cache)
+    if any(x.is_deleted() for x in leaves):
+        return False
+    try:
+        jax.block_until_ready(leaves)
+    except Exception:  # noqa: BLE001 (what a step raised that nobody has waited for)
+        return False
+    return True
 
-    def zeros(*shape: int, dtype: type = np.int32) -> np.ndarray:
-        return np.zeros(shape, dtype)
 
-    return ModelInput(
-        token_ids=zeros(num_tokens),
-        positions=zeros(num_tokens),
-        attn=AttentionMetadata(
-            slot_mapping=zeros(num_tokens),
-            block_tables=zeros(num_rows, config.max_blocks_per_seq),
-            context_lens=zeros(num_rows),
-            query_start_loc=zeros(num_rows + 1),
-            max_query_len=max_query_len,
-        ),
-        logits_indices=zeros(num_rows),
-        num_samples=zeros(),
-        sampling=SamplingInput(
-            temperature=zeros(num_rows, dtype=np.float32),
-            top_k=zeros(num_rows),
-            top_p=np.ones(num_rows, np.float32),
-            min_p=zeros(num_rows, dtype=np.float32),
-            seed=zeros(num_rows, 2, dtype=np.uint32),
-            sample_index=zeros(num_rows, dtype=np.uint32),
-            num_outputs=zeros(num_rows, dtype=np.uint32),
-        ),
-    )
+def _least_seconds(function: Callable[[], Any]) -> float:
+    function()  # it compiles, the first time
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -101,6 +101,13 @@ class EngineStats:
     prefix_cache_hit_tokens: int
     """Those of them that did not have to be computed."""
     num_preemptions: int
+    num_swap_blocks: int
+    """Blocks of the host pool."""
+    num_free_swap_blocks: int
+    num_swapped_out_blocks: int
+    """Blocks that went to the host pool so far."""
+    num_swapped_in_blocks: int
+    """Blocks that came back so far."""
     num_steps: int
     num_finished: int
     """Requests that ended, aborted ones included; the n completions of one request count once."""

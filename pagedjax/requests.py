@@ -59,8 +59,11 @@ class RequestFactory:
         """Token ids as a list of ints; ValueError for anything else, and for those beyond the vocabulary."""
         return checked_token_ids(token_ids, self.vocab_size, "token_ids")
 
-    def new_group(self, request_id: str, token_ids: list[int], params: Params, max_seq_len: int) -> SequenceGroup:
-        """The sequences that a request of checked tokens starts with; none may have more than `max_seq_len` tokens."""
+    def new_group(
+        self, request_id: str, token_ids: list[int], params: Params, max_seq_len: int, rank: float
+    ) -> SequenceGroup:
+        """The sequences that a request of checked tokens starts with; none may have more than `max_seq_len` tokens.
+        They stand in line behind all of a lower or equal `rank`."""
         if not isinstance(params, Params):
             raise ValueError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
         limit = max_seq_len
@@ -80,7 +83,7 @@ class RequestFactory:
                 request_id=child_id(request_id, i, params.n),
                 prompt_token_ids=token_ids,
                 params=params,
-                arrival=(next(self._arrivals),),
+                arrival=(rank, next(self._arrivals)),
                 max_num_tokens=limit,
                 seed=seed,
                 sample_index=i,

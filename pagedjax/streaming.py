@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagedjax.engine import LLMEngine
 from pagedjax.outputs import RequestOutput
@@ -31,27 +32,25 @@ class SharedEngine:
         self._engine = engine
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds it
-        self._to_add: deque[tuple[Inbox, Prompt, Params | None]] = deque()
+        self._to_add: deque[tuple[Inbox, Prompt, Params | None, dict[str, Any]]] = deque()
         self._to_close: deque[Inbox] = deque()
         self._step: asyncio.Future[None] | None = None
 
-    def add(
-        self, inbox: Inbox, prompt: Prompt, params: Params | None, later: bool = False, keeps_kv: bool = False
-    ) -> None:
+    def add(self, inbox: Inbox, prompt: Prompt, params: Params | None, later: bool = False, **options: Any) -> None:
         """Queues a request whose outputs go to `inbox`. If the next step may do it `later`, this never waits."""
         if later:
-            return self._to_add.append((inbox, prompt, params))
+            return self._to_add.append((inbox, prompt, params, options))
         with self:
-            return self._add(inbox, prompt, params, keeps_kv)
+            return self._add(inbox, prompt, params, options)
 
     def step(self) -> None:
         """Computes one step and hands out what it gave."""
         with self:
             while self._to_add:
-                inbox, prompt, params = self._to_add.popleft()
+                inbox, *request = self._to_add.popleft()
                 try:
                     if not inbox.is_closed:
-                        self._add(inbox, prompt, params)
+                        self._add(inbox, *request)
                 except Exception as error:  # noqa: BLE001 (raised where this one's outputs are read, and only there)
                     inbox.error = error
             for output in self._engine.step():
@@ -75,8 +74,8 @@ class SharedEngine:
         self._to_close.append(inbox)
         self._close_all()
 
-    def _add(self, inbox: Inbox, prompt: Prompt, params: Params | None, keeps_kv: bool = False) -> None:
-        request_id = self._engine.add_request(prompt, params, keeps_kv=keeps_kv)
+    def _add(self, inbox: Inbox, prompt: Prompt, params: Params | None, options: dict[str, Any]) -> None:
+        request_id = self._engine.add_request(prompt, params, **options)
         self._engine.inboxes[request_id] = inbox.outputs
         inbox.request_ids.append(request_id)
 
@@ -105,9 +104,9 @@ class SharedEngine:
 
 
 class _Stream:
-    def __init__(self, engine: SharedEngine, prompt: Prompt, params: Params | None) -> None:
+    def __init__(self, engine: SharedEngine, prompt: Prompt, params: Params | None, priority: int = 0) -> None:
         self._engine, self._inbox = engine, Inbox()
-        engine.add(self._inbox, prompt, params, later=isinstance(self, AsyncStream))
+        engine.add(self._inbox, prompt, params, later=isinstance(self, AsyncStream), priority=priority)
 
     def close(self) -> None:
         """Ends the stream and aborts its request. Never waits; anyone may call it at any time, a signal handler too."""

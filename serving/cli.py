@@ -1,4 +1,5 @@
-"""The command line: `pagedjax generate` answers prompts together, `pagedjax chat` talks in the terminal.
+"""The command line: `pagedjax generate` answers prompts together, `pagedjax chat` talks in the terminal, `pagedjax
+plan` says what a model takes of the memory.
 
 Answers go to stdout, everything else to stderr. pagedjax loads jax when it is first needed, so `--help` is quick.
 """
@@ -6,6 +7,7 @@ Answers go to stdout, everything else to stderr. pagedjax loads jax when it is f
 import contextlib
 import importlib
 import json
+import re
 import signal
 import sys
 import threading
@@ -136,6 +138,45 @@ def chat(
             if answer:
                 history = [*history, question, {"role": "assistant", "content": answer}]
         _print_closing_line(llm, num_answers, num_tokens, seconds)
+
+
+@app.command()
+def plan(
+    model: Model,
+    num_requests: Annotated[int | None, typer.Option(help="How many requests are to run at once.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of each of them, prompt and answer together.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of a GPU to plan for instead, such as 80GiB.")] = None,
+    platform: Annotated[str | None, typer.Option(help="cpu or gpu. Default: this machine's.")] = None,
+    compile: Annotated[bool, typer.Option(help="Ask XLA what the largest programs take.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    dtype: Dtype = None,
+    block_size: BlockSize = None,
+    num_blocks: NumBlocks = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_model_len: MaxModelLen = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of JAX's memory to take.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Show what a model would take of the memory, before anything is loaded. Exit status 1: it does not fit."""
+    with _errors_in_one_line(debug):
+        sizes = _given(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
+        sizes |= _given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        asked = _given(num_requests=num_requests, context=context, platform=platform)
+        asked |= _given(dtype=dtype, gpu_memory_utilization=gpu_memory_utilization)
+        memory_bytes = None if memory is None else _bytes_in(memory)
+        result = pagedjax.LLM.plan(model, memory_bytes=memory_bytes, compile=compile, **asked, **sizes)
+        print(json.dumps(result.as_dict()) if as_json else result)
+    if not result.fits:
+        raise typer.Exit(1)
+
+
+def _bytes_in(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"--memory: got {text!r}, expected a number of bytes with a unit, such as 80GiB or 141GB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ the next token is a checksum of them: one slot that is stale, missing, uncopied 
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,9 @@ from pagedjax.sampling.params import SamplingParams
 
 VOCAB_SIZE = 32
 NOTHING = -1
+"""In a slot that was never written."""
+WRONG = 9999
+"""Sampled from such a slot: somebody's output would have it."""
 
 
 def next_token(token_ids: Sequence[int], seed: int = 0, sample_index: int = 0, num_outputs: int = 0) -> int:
@@ -76,6 +80,8 @@ class FakeRunner(ModelRunner):
         self.engine: LLMEngine | None = None
         self.fails = False
         """Whether the next step raises, and loses the pool."""
+        self.host_pool: Any = {}
+        self.last_tokens = np.zeros(0, np.int32)
         self.num_copies = 0
         self.num_tokens = 0
         """Tokens computed so far."""
@@ -85,23 +91,62 @@ class FakeRunner(ModelRunner):
         self.pool = np.full((self.config.num_blocks + 1, self.config.block_size), NOTHING, np.int32)
 
     def restore_kv_cache(self) -> None:
-        pass
+        self.host_pool.clear()
 
     def update_params(self, params: Any) -> None:
         self.lose_pool()
+
+    def faster_preemption(self) -> str:
+        return "swap"
+
+    def swap_out(self, moves: Mapping[int, int]) -> None:
+        for host, block in moves.items():
+            assert 0 < host <= self.config.num_swap_blocks
+            self.host_pool[host] = self.pool[block].copy()
+
+    def swap_in(self, moves: Mapping[int, int]) -> None:
+        assert self.engine is not None
+        for block, host in moves.items():
+            assert self.engine.scheduler.swap.host.ref_count(host) == 0
+            self.pool[block] = self.host_pool.pop(host)
 
     def copy_blocks(self, copies: Mapping[int, int]) -> None:
         assert self.engine is not None
         allocator = self.engine.scheduler.allocator
         for target, source in copies.items():  # as the device does it, one after the other
-            assert allocator.ref_count(target) == 1
+            assert allocator.ref_count(target) <= 1  # none if its holder ended since
             assert target != source
             self.pool[target] = self.pool[source]
         self.num_copies += len(copies)
 
     def run(self, batch: Any) -> np.ndarray:
         self._write(batch)
-        return self._sample(batch)
+        self.last_tokens = self._sample(batch)
+        return self.last_tokens
+
+    def run_decodes(self, batch: Any, rows: Any) -> list[np.ndarray]:
+        """By the definition: row by row, position by position."""
+        tokens, size = [], self.config.block_size
+        going = rows.num_decodes > 0
+        last = np.zeros(len(batch.logits_indices), np.int32)
+        for step in range(self.config.num_decode_steps):
+            self._write(batch)
+            sampled = self._sample(batch)
+            tokens.append(np.where(going, sampled, -77))
+            last = np.where(going, sampled, last)
+            is_stop = [token in stops for token, stops in zip(sampled, rows.stop_ids, strict=True)]
+            going = going & ~np.array(is_stop) & (step + 1 < rows.num_decodes)
+            positions = batch.positions + going
+            blocks = batch.attn.block_tables[np.arange(len(positions)), positions // size]
+            attn = replace(
+                batch.attn,
+                slot_mapping=np.where(going, blocks * size + positions % size, 0),
+                context_lens=batch.attn.context_lens + going,
+            )
+            sampling = replace(batch.sampling, num_outputs=batch.sampling.num_outputs + going)
+            batch = replace(batch, token_ids=last, positions=positions, attn=attn, sampling=sampling)
+        self.last_tokens = last
+        return tokens
 
     def run_with(self, batch: Any, extras: Any, beams: Any = None) -> StepResult:
         self._write(batch)
@@ -119,17 +164,17 @@ class FakeRunner(ModelRunner):
         allocator = self.engine.scheduler.allocator
         num_tokens = int(batch.attn.query_start_loc[-1])
         slots = np.asarray(batch.attn.slot_mapping[:num_tokens])
-        assert len(set(slots.tolist())) == num_tokens, "two tokens in one slot"
-        for block in set((slots // self.config.block_size).tolist()):
+        is_real = slots >= self.config.block_size
+        assert len(set(slots[is_real].tolist())) == is_real.sum(), "two tokens in one slot"
+        for block in set((slots[is_real] // self.config.block_size).tolist()):
             assert allocator.ref_count(block) <= 1, f"a write into block {block}, which is shared"
-        self.pool.reshape(-1)[slots] = batch.token_ids[:num_tokens]
-        self.num_tokens += num_tokens
+        token_ids = [self.last_tokens[-1 - token] if token < 0 else token for token in batch.token_ids[:num_tokens]]
+        self.pool.reshape(-1)[slots] = np.where(is_real, token_ids, NOTHING)
+        self.num_tokens += int(is_real.sum())
 
     def _context(self, batch: Any, index: int) -> list[int]:
         row = int(np.searchsorted(batch.attn.query_start_loc, index, side="right")) - 1
-        context = self.pool[batch.attn.block_tables[row]].ravel()[: batch.attn.context_lens[row]].tolist()
-        assert NOTHING not in context, "a slot that was never written"
-        return context
+        return self.pool[batch.attn.block_tables[row]].ravel()[: batch.attn.context_lens[row]].tolist()
 
     def _sample(self, batch: Any) -> np.ndarray:
         sampled = np.zeros(len(batch.logits_indices), np.int32)
@@ -138,7 +183,9 @@ class FakeRunner(ModelRunner):
             high, low = map(int, sampling.seed[i])
             seed = (high << 32) + low if sampling.temperature[i] else 0
             stream = (seed, int(sampling.sample_index[i]), int(sampling.num_outputs[i]))
-            sampled[i] = next_token(self._context(batch, int(batch.logits_indices[i])), *stream)
+            context = self._context(batch, int(batch.logits_indices[i]))
+            # A row that ended in the step before, which the host did not know yet, may read what was never written.
+            sampled[i] = WRONG if NOTHING in context else next_token(context, *stream)
         return sampled
 
     def _candidates(self, batch: Any, beams: Any) -> Any:

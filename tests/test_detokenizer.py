@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from pagedjax.detokenizer import Detokenizer
+from pagedjax.text.detokenizer import Detokenizer
 
 UNKNOWN = "\ufffd"
 

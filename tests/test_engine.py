@@ -787,16 +787,16 @@ def test_an_interrupt_while_tokens_are_handed_out(monkeypatch):
     for i in range(3):
         engine.add_request(prompt_of(5, i), greedy(6), str(i))
     engine.step()
-    update = engine.scheduler.update
+    resolve = engine.scheduler.resolve
 
     def interrupted(scheduled, sampled, *args):
         def tokens():
             yield sampled[0]
             raise KeyboardInterrupt
 
-        return update(scheduled, tokens(), *args)
+        return resolve(scheduled, tokens(), *args)
 
-    monkeypatch.setattr(engine.scheduler, "update", interrupted)
+    monkeypatch.setattr(engine.scheduler, "resolve", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     monkeypatch.undo()

@@ -29,20 +29,28 @@ class Layer(NamedTuple):
 LAYERS = (
     Layer("pallas_kernels pallas_kernels.*", only=frozenset({"jax", "jaxtyping", "numpy"})),
     Layer("paths models.config models.catalogue", never=DEVICE),
-    Layer("model_input kv_cache beams.choose sampling.sampler sampling.logits sampling.logprobs"),
+    Layer(
+        "model_input kv_cache blocks.host_pool beams.choose sampling.sampler sampling.logits sampling.logprobs "
+        "sampling.decode_loop"
+    ),
     Layer("models models.*"),
     Layer(
-        "config outputs detokenizer blocks blocks.allocator blocks.table "
+        "config outputs text text.detokenizer blocks blocks.allocator blocks.table "
         "sampling sampling.params sampling.checks sampling.processors "
         "beams beams.params beams.search",
         never=DEVICE,
     ),
     Layer("scheduling scheduling.* blocks.prefix_cache beams.groups", never=DEVICE),
     Layer("blocks.memory_map beams.rows sampling.edits sampling.extras sampling.log_entries", never=DEVICE),
-    Layer("batch output_processor engine_options sampling.pipeline sampling.rows"),
+    Layer("simulation simulation.*", never=DEVICE),
+    Layer(
+        "batch compilation_cache text.output_processor engine_options sampling.pipeline sampling.rows "
+        "planning planning.memory planning.bounds"
+    ),
     Layer("model_runner requests"),
+    Layer("launch"),
     Layer("engine"),
-    Layer("streaming scoring"),
+    Layer("streaming scoring planning.*"),
     Layer("llm"),
     Layer(""),  # pagedjax itself: the public names, each imported when first asked for
     Layer("__main__ serving serving.*"),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from test_detokenizer import BYTE_LEVEL, SENTENCEPIECE, UNKNOWN
 from tiny_engine import (
@@ -158,7 +159,7 @@ def says(monkeypatch, llm: LLM, ids: list[int]) -> None:
     run, tokens = llm.engine.runner.__class__.run, iter(ids)
 
     def run_and_say(batch):
-        sampled = run(llm.engine.runner, batch).copy()
+        sampled = np.array(run(llm.engine.runner, batch))
         sampled[0] = next(tokens)
         return sampled
 

@@ -6,6 +6,7 @@ Compiled programs are shared by all tests of a process that have the same shapes
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -105,14 +106,27 @@ def greedy(max_tokens: int | None = 16, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
-def tiny_config(num_blocks: int = POOL_BLOCKS, **options: Any) -> EngineConfig:
+@dataclass(frozen=True)
+class TinyConfig(EngineConfig):
+    """With block tables for the whole device pool: their width is a shape too, and would follow `num_blocks`."""
+
+    pool_blocks: int = POOL_BLOCKS
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return min(self.num_blocks_for(self.max_model_len), self.pool_blocks)
+
+
+def tiny_config(
+    num_blocks: int = POOL_BLOCKS, config_class: type[EngineConfig] = EngineConfig, **options: Any
+) -> EngineConfig:
     sizes = {
         "block_size": BLOCK_SIZE,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": BUDGET,
     }
-    return EngineConfig(num_blocks=num_blocks, check_integrity=True, **{**sizes, **options})
+    return config_class(num_blocks=num_blocks, check_integrity=True, **{**sizes, **options})
 
 
 def tiny_engine(
@@ -127,8 +141,9 @@ def tiny_engine(
     **options: Any,
 ) -> LLMEngine:
     """An engine that may use `num_blocks` of a device pool of `pool_blocks`."""
-    config = tiny_config(num_blocks, **options)
-    pool_config = tiny_config(max(num_blocks, pool_blocks), **options)
+    pool_blocks = max(num_blocks, pool_blocks)
+    config = tiny_config(num_blocks, TinyConfig, pool_blocks=pool_blocks, **options)
+    pool_config = tiny_config(pool_blocks, **options)
     runner = ModelRunner(
         MODEL,
         tiny_params(),
@@ -273,6 +288,7 @@ def assert_clean(engine: LLMEngine) -> None:
     assert scheduler.allocator.num_free_blocks == engine.config.num_blocks
     assert scheduler.allocator.num_references == 0
     assert not any(scheduler.allocator.ref_count(block) for block in range(engine.config.num_blocks + 1))
+    assert scheduler.swap.host.num_used_blocks == 0
     assert not scheduler.kv.held
     assert not scheduler.kv.pinned
     assert not engine._keeping

@@ -1,4 +1,5 @@
-"""Whole steps of a model with the shape of Llama 3 8B, in bfloat16: what a GPU runs between two turns of the host."""
+"""Whole steps of a model with the shape of Llama 3 8B, in bfloat16: what a GPU runs between two turns of the host, and
+what brings swapped blocks back."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,14 @@ from jax import ShapeDtypeStruct as Abstract
 
 from benchmarks.gpu_gate.cases import CONTEXT, Case, num_bytes
 from benchmarks.model_shapes import LLAMA_3_8B
+from pagedjax.batch import padding_batch
+from pagedjax.blocks.host_pool import TILE, scatter_tile
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, bytes_per_block, init_kv_cache
 from pagedjax.model_input import ModelInput
-from pagedjax.model_runner import padding_batch
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
+from pagedjax.sampling.decode_loop import DecodeRows, build_decode_rows, decode_in_loop
 from pagedjax.sampling.sampler import sample
 
 ENGINE = EngineConfig(num_blocks=8192, max_model_len=8192, block_size=16, max_num_seqs=64)
@@ -28,19 +31,34 @@ def step_cases() -> list[Case]:
         step("step, decode, 1 row", num_tokens=1, max_query_len=1),
         step("step, mixed, 512 tokens", num_tokens=512, max_query_len=512),
         step("step in XLA, decode, 64 rows", num_tokens=64, max_query_len=1, implementation="xla"),
+        step("step, decodes in a loop, 64 rows", num_tokens=64, max_query_len=1, num_decodes=4),
+        swap_in("blocks swapped in"),
     ]
 
 
 def step(
-    name: str, *, num_tokens: int, max_query_len: int, implementation: str = "pallas_triton", num_layers: int = 32
+    name: str,
+    *,
+    num_tokens: int,
+    max_query_len: int,
+    implementation: str = "pallas_triton",
+    num_layers: int = 32,
+    num_decodes: int = 1,
 ) -> Case:
-    """One step as the engine runs it, the pool donated."""
+    """One step as the engine runs it, or several decodes as one, the pool donated."""
     config = replace(LLAMA_3_8B, num_layers=num_layers)
 
     def run(params: Params, kv_cache: KVCache, batch: ModelInput) -> tuple[Any, KVCache]:
         hidden, kv_cache = paged_step(config, params, batch, kv_cache, implementation=implementation)
         logits = read_out(config, params, hidden[batch.logits_indices])
         return sample(logits, batch.sampling), kv_cache
+
+    def run_loop(params: Params, kv_cache: KVCache, batch: ModelInput, rows: DecodeRows) -> tuple[Any, KVCache]:
+        def decode(batch: ModelInput, kv_cache: KVCache) -> tuple[Any, KVCache]:
+            return run(params, kv_cache, batch)
+
+        tokens, _, kv_cache = decode_in_loop(decode, batch, rows, kv_cache, num_decodes)
+        return tokens, kv_cache
 
     params, kv_cache = _abstract_params(config), _abstract_pool(config)
     batch = padding_batch(ENGINE, num_tokens, max_query_len)
@@ -53,14 +71,31 @@ def step(
         head_dim=config.head_dim,
         dtype=jnp.bfloat16,
     )
+    rows = build_decode_rows([num_decodes] * num_rows, [frozenset()] * num_rows, num_rows)
     return Case(
         name=name,
-        function=run,
-        args=(params, kv_cache, batch),
+        function=run_loop if num_decodes > 1 else run,
+        args=(params, kv_cache, batch, *([rows] if num_decodes > 1 else [])),
         pool=(1,),
         donates_pool=True,
         moved_bytes=num_bytes(params) - embedding + kv_bytes_per_token * (num_rows * CONTEXT + num_tokens),
         temp_fraction=1.0,  # of one layer's keys: f32 logits and what the sampler makes of them are half of that
+    )
+
+
+def swap_in(name: str) -> Case:
+    """A tile of blocks into the pool of all layers, which is donated."""
+    kv_cache = _abstract_pool(LLAMA_3_8B)
+    shape = (TILE, 2 * LLAMA_3_8B.num_layers, *kv_cache.k[0].shape[1:])
+    tile, blocks = Abstract(shape, jnp.bfloat16), Abstract((TILE,), jnp.int32)
+    return Case(
+        name=name,
+        function=scatter_tile,
+        args=(kv_cache, tile, blocks),
+        pool=(0,),
+        donates_pool=True,
+        moved_bytes=2 * num_bytes(tile),
+        temp_fraction=1.0,
     )
 
 

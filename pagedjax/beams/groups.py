@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pagedjax.scheduling.group import SequenceGroup
+from pagedjax.scheduling.request import Request
 
 
 class BeamCandidates(NamedTuple):
@@ -25,22 +26,31 @@ def advance_beams(group: SequenceGroup, candidates: BeamCandidates) -> bool:
         return False
     parents, children = group.requests, []
     used: set[int] = set()
-    for beam, token_id in chosen:
+    for i, (beam, token_id) in enumerate(chosen):
         parent = parents[beam]
-        children.append(
-            replace(
-                parent,
-                request_id=f"{group.name}#{len(children)}",
-                arrival=(*group.arrival[:1], len(children)),
-                token_ids=[*parent.token_ids, token_id],
-                block_table=parent.block_table.fork() if beam in used else parent.block_table,
-                block_names=parent.block_names.copy(),
-            )
-        )
-        children[-1].group = group
+        child = _beam(group, i, parent, [*parent.token_ids, token_id])
+        child.block_table = parent.block_table.fork() if beam in used else parent.block_table
+        child.block_names = parent.block_names.copy()
+        children.append(child)
         used.add(beam)
     for beam, parent in enumerate(parents):
         if beam not in used:
             parent.block_table.free()
     group.requests = children
     return True
+
+
+def restore_beams(group: SequenceGroup) -> None:
+    """Makes a group's sequences anew from its search, without KV, if an interrupt came between the two."""
+    assert group.search is not None
+    parent, outputs = group.requests[0], group.search.token_ids
+    expected = [[*parent.prompt_token_ids, *token_ids] for token_ids in outputs]
+    if expected and [request.token_ids for request in group.requests] != expected:
+        group.requests = [_beam(group, i, parent, token_ids) for i, token_ids in enumerate(expected)]
+
+
+def _beam(group: SequenceGroup, index: int, parent: Request, token_ids: list[int]) -> Request:
+    arrival = (*group.root, index)
+    child = replace(parent, request_id=f"{group.name}#{index}", arrival=arrival, token_ids=token_ids)
+    child.group = group
+    return child

@@ -1,7 +1,7 @@
 """One request's beam search between two steps: which beams go on, which have ended, whether to stop. Host only."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +22,17 @@ class Hypothesis:
     """"stop", "length", or None for a beam that could still go on."""
     stop_reason: int | None = None
     """The one of stop_token_ids that ended it; None for end-of-sequence and for "length"."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """Where a search is."""
+
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    token_ids: list[list[int]] = field(default_factory=lambda: [[]])
+    ended: list[Hypothesis] = field(default_factory=list)
+    """The best `width`, best first."""
+    is_done: bool = False
 
 
 class BeamSearch:
@@ -49,13 +60,22 @@ class BeamSearch:
         self.end_token_ids = eos_token_ids | frozenset(params.stop_token_ids)
         self.num_candidates = max(2, 1 + len(self.end_token_ids)) * self.width
         """So many that `width` of them have not ended, whatever the others do."""
-        self.scores: list[float] = [0.0]
+        self._state = _State()
+
+    @property
+    def scores(self) -> list[float]:
         """Log-probabilities of the beams, best first; before the first step there is one, the prompt."""
-        self.token_ids: list[list[int]] = [[]]
+        return self._state.scores
+
+    @property
+    def token_ids(self) -> list[list[int]]:
         """Outputs of the beams."""
-        self.is_done = False
-        self._ended: list[Hypothesis] = []
-        """The best `width`, best first."""
+        return self._state.token_ids
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no beam goes on."""
+        return self._state.is_done
 
     def advance(self, scores: Sequence[float], beams: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Takes a step's candidates, best first: log-probability of the beam with the token, beam, token.
@@ -64,7 +84,7 @@ class BeamSearch:
         (beam that it continues, token); none when the search is done.
         """
         assert not self.is_done
-        length = len(self.token_ids[0]) + 1
+        length, ended = len(self.token_ids[0]) + 1, self._state.ended.copy()
         going_on: list[tuple[float, int, int]] = []
         for rank, (score, beam, token) in enumerate(zip(scores, beams, tokens, strict=True)):
             if score == -np.inf:
@@ -72,23 +92,24 @@ class BeamSearch:
             if token not in self.end_token_ids and length < self.max_tokens:
                 going_on.append((score, beam, token))
             elif rank < self.width:
-                self._ended.append(self._hypothesis([*self.token_ids[beam], token], score))
-        self._ended = _best(self._ended, self.width)
+                ended.append(self._hypothesis([*self.token_ids[beam], token], score))
+        ended = _best(ended, self.width)
         del going_on[self.width :]
-        if self._is_done(going_on[0][0] if going_on else None, length):
-            self.is_done = True
+        is_done = self._is_done(going_on[0][0] if going_on else None, length, ended)
+        if is_done:
             going_on = []
-        self.token_ids = [[*self.token_ids[beam], token] for _, beam, token in going_on]
-        self.scores = [score for score, _, _ in going_on]
+        token_ids = [[*self.token_ids[beam], token] for _, beam, token in going_on]
+        # All at once: an interrupt comes before it or after it.
+        self._state = _State([score for score, _, _ in going_on], token_ids, ended, is_done)
         return [(beam, token) for _, beam, token in going_on]
 
     def hypotheses(self) -> list[Hypothesis]:
         """The best `n` by score, best first; of equal ones the earlier. In mid-search beams count as if they ended now,
         as they would at `max_tokens`; when it is done those that have not ended are gone, as in transformers."""
         running = [self._hypothesis(*beam) for beam in zip(self.token_ids, self.scores, strict=True)]
-        return _best(self._ended + running, self.params.num_returned)
+        return _best(self._state.ended + running, self.params.num_returned)
 
-    def _is_done(self, best_score: float | None, length: int) -> bool:
+    def _is_done(self, best_score: float | None, length: int, ended: list[Hypothesis]) -> bool:
         """Whether nothing goes on or, with `width` hypotheses, the best beam is not expected to replace one.
 
         That beam is judged by its log-probability of now over a length: of now as well, although with a positive
@@ -96,13 +117,13 @@ class BeamSearch:
         """
         if best_score is None:
             return True
-        if len(self._ended) < self.width:
+        if len(ended) < self.width:
             return False
         if self.params.early_stopping is True:
             return True
         looks_ahead = self.params.early_stopping == "never" and self.params.length_penalty > 0
         best_possible = self._normalised(best_score, self.max_tokens if looks_ahead else length)
-        return best_possible <= self._ended[-1].score
+        return best_possible <= ended[-1].score
 
     def _hypothesis(self, token_ids: list[int], cumulative_logprob: float) -> Hypothesis:
         last = token_ids[-1] if token_ids else None

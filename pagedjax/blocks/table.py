@@ -85,6 +85,14 @@ class BlockTable:
         table.num_tokens = num_tokens
         return table
 
+    def truncate(self, num_tokens: int) -> None:
+        """Gives up the blocks behind the first `num_tokens` tokens."""
+        self._assert_alive()
+        if num_tokens < self.num_tokens:
+            self.num_tokens = num_tokens
+            while len(self.blocks) > -(-num_tokens // self.block_size):
+                self.allocator.free(self.blocks.pop())
+
     def free(self) -> None:
         """Gives up all blocks, the last one first: of those that stay findable, it is the first to be handed out."""
         self._assert_alive()

@@ -10,7 +10,8 @@ from pagedjax.scheduling.request import Arrival, Request, RequestStatus
 class SequenceGroup:
     """Sequences of one request: admitted and preempted together, as they share blocks (paper, section 4.5).
 
-    When a group is admitted, its first sequence computes what all have in common; then the others fork its table.
+    When a group is admitted, its first sequence computes what all have in common; then the others fork its table. All
+    or nothing: a group is preempted, swapped out and brought back as a whole.
     """
 
     requests: list[Request]
@@ -22,9 +23,11 @@ class SequenceGroup:
     status: RequestStatus = RequestStatus.WAITING
     name: str = ""
     """Its first request's id, for good."""
+    root: Arrival = ()
+    """Its first request's place in line, for good: those of beams begin with it."""
 
     def __post_init__(self) -> None:
-        self.name = self.requests[0].request_id
+        self.name, self.root = self.requests[0].request_id, self.requests[0].arrival
         for request in self.requests:
             request.group = self
 

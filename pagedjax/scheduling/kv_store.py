@@ -69,7 +69,14 @@ class KVStore:
             request.block_table.free()
             return
         kept.block_table = request.block_table
+        kept.block_table.truncate(request.num_tokens - request.generates)  # the last one's KV is of no use to anyone
         self.held[kept] = None
+
+    def shorten(self, held: HeldKV, num_tokens: int) -> None:
+        """Takes the last tokens away: the text ended before them."""
+        del held.token_ids[num_tokens:]
+        if held in self.held:
+            held.block_table.truncate(num_tokens - 1)
 
     def hold_fork(self, held: HeldKV) -> HeldKV:
         """The same tokens once more, on the same blocks."""

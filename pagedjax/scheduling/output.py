@@ -26,8 +26,21 @@ class SchedulerOutput:
     preempted: list[Request] = field(default_factory=list)
     """Those that lost their blocks for this step."""
 
+    swap_out: dict[int, int] = field(default_factory=dict)
+    """Blocks whose KV goes to the host before all else, as {host block: block}."""
+    swap_in: dict[int, int] = field(default_factory=dict)
+    """Blocks whose KV comes back after that, before the copies, as {block: host block}."""
+    num_decodes: list[int] = field(default_factory=list)
+    """How many tokens each of `sampling` gets, one after another in one step; empty where all get one."""
+
     def __bool__(self) -> bool:
         return bool(self.num_new_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it does nothing but sample, each request from its own logits alone: the host need not know the
+        tokens that it computes."""
+        return not (self.beams or self.scored) and not any(request.params.has_extras for request in self.num_new_tokens)
 
     @property
     def num_tokens(self) -> int:

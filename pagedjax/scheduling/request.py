@@ -14,11 +14,13 @@ NO_BLOCKS.free()
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. A preempted request waits again, in front of those that never ran."""
+    """Where a request is. A preempted one waits again, in its old place: with nothing, or swapped out, with its KV in
+    the host pool."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
@@ -31,7 +33,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-Arrival = tuple[int, ...]
+Arrival = tuple[int | float, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -52,14 +54,16 @@ class Request:
     """A prompt, what was generated so far, and how much of both has its KV in the pool.
 
     There is no prefill and no decode phase: `num_computed_tokens` catches up with `num_tokens`, and a step that
-    brings it there samples the next token. After a preemption it starts again from 0, outputs included.
+    brings it there samples the next token. After a preemption it starts again from 0, outputs included, or goes on from
+    where it was when its blocks come back.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival: Arrival
-    """Place in the order of arrival, unique; the smallest is the oldest. A fork stands right behind its parent."""
+    """Place in line, unique; the smallest goes first: by time, and by priority if the policy says so. A fork stands
+    right behind its parent."""
     max_num_tokens: int
     """Prompt and output together end here with finish reason "length"."""
     seed: int
@@ -76,9 +80,12 @@ class Request:
     """`params.bad_words` as token ids."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and outputs."""
+    num_pending_tokens: int = 0
+    """Those at the end of `token_ids` that are on the device alone: the host has placeholders (see `Scheduler`)."""
     num_computed_tokens: int = 0
     block_table: BlockTable = NO_BLOCKS
-    """Where its KV is. It covers `num_computed_tokens`, and during a step what that computes."""
+    """Where its KV is, in the pool or, while it is swapped out, in the host pool. It covers `num_computed_tokens`, and
+    during a step what that computes."""
     block_names: list[bytes] = field(default_factory=list)
     """Names of its first full blocks, as far as they were needed: they depend on the tokens alone."""
     num_published_blocks: int = 0
@@ -122,8 +129,18 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+        """Prompt and output tokens so far, pending ones included."""
         return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Output tokens but for pending ones, a copy."""
+        return self.token_ids[len(self.prompt_token_ids) : len(self.token_ids) - self.num_pending_tokens]
+
+    @property
+    def is_all_computed(self) -> bool:
+        """Whether only its last result is to come: it takes part in no more step."""
+        return not self.num_left or (self.generates and len(self.token_ids) >= self.max_num_tokens)
 
     @property
     def num_left(self) -> int:
@@ -134,11 +151,6 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Tokens generated so far, a copy."""
-        return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
     def is_finished(self) -> bool:

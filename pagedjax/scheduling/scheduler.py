@@ -5,37 +5,46 @@ token for a decode, by a chunk for a prompt or for what a preemption threw away,
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, islice, pairwise
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain, islice
 from operator import attrgetter
-from typing import SupportsInt
+from typing import Any
 
-from pagedjax.beams.groups import BeamCandidates, advance_beams
+from pagedjax.beams.groups import BeamCandidates, advance_beams, restore_beams
 from pagedjax.blocks.table import BlockTable
 from pagedjax.config import EngineConfig
 from pagedjax.scheduling.group import SequenceGroup
+from pagedjax.scheduling.integrity import check_integrity
 from pagedjax.scheduling.kv_store import KVStore
 from pagedjax.scheduling.limits import check_fits, most_blocks
 from pagedjax.scheduling.output import SchedulerOutput, in_batch_order
+from pagedjax.scheduling.queues import Queue, put_in_line
 from pagedjax.scheduling.request import NO_BLOCKS, FinishReason, HeldKV, Request, RequestStatus
+from pagedjax.scheduling.room import Room, reserve_decodes, room_for
+from pagedjax.scheduling.swap import SwapSpace
 
 
 class Scheduler:
-    """Continuous batching, first come, first served; when blocks run out, the newest is preempted and recomputed.
+    """Continuous batching; when blocks run out, the last in line is preempted: swapped out, or recomputed later.
 
-    What is scheduled is a group of sequences, mostly of one. All of `running` arrived before all of `waiting`, and
-    both are in order of arrival: a group is admitted only from the front of `waiting` to the end of `running`, and
-    preempted the other way. So the newest is the last, the oldest the first, and nothing is searched by arrival.
+    What is scheduled is a group of sequences, mostly of one. Everyone has a place in line for good (`Request.arrival`):
+    the order of arrival, or with priorities one in which each level counts as so many seconds (`arrival_for`). Both
+    `running` and `waiting` are in this order, groups are admitted from the front of `waiting` alone, and whoever has to
+    make room is the last of `running`. So the first in line always goes on, and nobody waits for those behind him.
 
     Nor can a long prompt stop the decodes: a chunk leaves a token of the budget for each sequence behind it.
+
+    A step may be scheduled while the one before it still runs: `advance` says what is certain of a step before its
+    tokens are there, with placeholders for them at the end of `token_ids`, and `resolve` puts the tokens there.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.kv = KVStore(config)
         self.allocator = self.kv.allocator
-        self.running: dict[str, SequenceGroup] = {}
-        self.waiting: OrderedDict[str, SequenceGroup] = OrderedDict()
+        self.swap = SwapSpace(config.num_swap_blocks, config.block_size, self.allocator)
+        self.running: Queue = OrderedDict()
+        self.waiting: Queue = OrderedDict()
         self.num_preemptions = 0
         self.num_block_copies = 0
 
@@ -44,12 +53,12 @@ class Scheduler:
         """Whether any request still runs or waits."""
         return bool(self.running or self.waiting)
 
-    def requests(self, queue: dict[str, SequenceGroup]) -> list[Request]:
+    def requests(self, queue: Queue) -> list[Request]:
         """The sequences of all groups of `running` or `waiting`."""
         return [request for group in list(queue.values()) for request in group.requests]
 
     def add(self, group: SequenceGroup) -> None:
-        """Queues a group that arrived after all others; a group too large for one step goes in parts.
+        """Queues a group at its place in line; one too large for one step goes in parts.
 
         Raises ValueError if its prompt can never fit, or the beams that it will have.
         """
@@ -59,9 +68,9 @@ class Scheduler:
             check_fits(group, self.config, self.kv.num_usable_blocks)
         while len(group.requests) > self.config.max_num_running:
             rest = group.split(self.config.max_num_running)
-            self.waiting[group.name] = group
+            self._wait(group)
             group = rest
-        self.waiting[group.name] = group
+        self._wait(group)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Queues `child`, which has the parent's tokens and goes alone, right behind it. It shares all of the parent's
@@ -72,61 +81,103 @@ class Scheduler:
         if parent.status is RequestStatus.RUNNING and is_next:
             _share(parent, child, parent.num_computed_tokens)
             group.status = child.status = RequestStatus.RUNNING
-            self.running = _in_order_of_arrival(self.running, group)
+            self._run(group)
         else:
-            self.waiting = OrderedDict(_in_order_of_arrival(self.waiting, group))
+            self._wait(group)
 
-    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        num_outputs: int | None = None,
+    ) -> None:
         """Ends a request and frees its blocks. One that has ended already only gets the new reason: its last token may
-        have reached the length limit and completed a stop string as well."""
+        have reached the length limit and completed a stop string as well. With `num_outputs` it has no more tokens
+        than these."""
+        _forget_pending(request)
+        if num_outputs is not None:
+            del request.token_ids[len(request.prompt_token_ids) + num_outputs :]
         if not request.is_finished:
             self._leave_group(request)
-            if request.keeps_kv and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            has_kv = request.status is RequestStatus.RUNNING  # or else it was preempted before its last token was known
+            if request.keeps_kv and has_kv and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.kv.keep(request)
             elif not request.block_table.is_freed:
                 request.block_table.free()
             request.status = RequestStatus.FINISHED
+        elif num_outputs is not None and request.kept is not None:
+            self.kv.shorten(request.kept, request.num_tokens)
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
     def schedule(self) -> SchedulerOutput:
-        """Chooses what the next step computes and gives it blocks. `update` must follow, or `preempt_all`."""
+        """Chooses what the next step computes and gives it blocks. `advance` must follow, or `preempt_all`.
+
+        It computes nothing if nobody is there, or if everyone who runs waits for no more than his last token.
+        """
         if self.config.check_integrity:
             self.check_integrity()
         step = SchedulerOutput()
         num_seqs = sum(group.max_num_seqs for group in self.running.values())
         while num_seqs > self.config.max_num_running:  # forks have come in between
-            num_seqs -= self._preempt_newest(step).max_num_seqs
+            num_seqs -= self._preempt_last(step).max_num_seqs
+        num_seqs = self._make_way(step, num_seqs)
         budget = self._schedule_running(step, num_seqs)
-        if not step.preempted:  # whoever was preempted comes back when others have freed blocks, not at once
-            self._schedule_waiting(step, budget, num_seqs)
+        self._schedule_waiting(step, budget, num_seqs)
 
-        # The oldest can always go on: alone it fits the pool (`add`), and everyone else makes room for it.
-        assert step.num_new_tokens or not self.has_unfinished, "a step without progress"
+        # The first can always go on: alone it fits the pool (`add`), and everyone else makes room for it.
+        is_idle = not step.num_new_tokens
+        assert not is_idle or self._is_drained(), "a step without progress"
         assert all(step.num_new_tokens.values()), "a running request is starved"
         self.num_block_copies += len(step.copies)
-        return in_batch_order(step)
+        step = in_batch_order(step)
+        if self.config.num_decode_steps > 1:
+            reserve_decodes(step, self.kv)
+        return step
 
     def update(
         self,
         scheduled: SchedulerOutput,
-        sampled: Iterable[SupportsInt],
+        sampled: Iterable[Any],
         beams: Iterable[BeamCandidates] = (),
         failed: Collection[Request] = (),
     ) -> list[Request]:
-        """Appends the tokens sampled for `scheduled.sampling`, goes on with the best of each search's `beams`, and ends
-        those that are done, and those that `failed` with an error.
+        """`advance` and `resolve`, where nothing is scheduled between the two."""
+        self.advance(scheduled)
+        return self.resolve(scheduled, sampled, beams, failed)
 
-        Returns the requests that got a token, in that order. Results for a request that was aborted since are dropped.
-        """
+    def advance(self, scheduled: SchedulerOutput) -> None:
+        """Counts what a step computes, and appends a placeholder for each token that it samples: -1 - i stands for the
+        last token of `scheduled.sampling[i]`."""
         for request, num_new in scheduled.num_new_tokens.items():
             if request.status is RequestStatus.RUNNING:
                 request.num_computed_tokens += num_new
                 self.kv.publish(request)
                 if request.group.requests[-1].fork_of is request:
                     self._fork_followers(request)
-        for request in scheduled.scored:
+        for i, request in enumerate(scheduled.sampling):
             if request.status is RequestStatus.RUNNING:
+                num_tokens = scheduled.num_decodes[i] if scheduled.num_decodes else 1
+                request.num_pending_tokens = num_tokens
+                request.num_computed_tokens += num_tokens - 1
+                request.token_ids += [-1 - i] * num_tokens
+
+    def resolve(
+        self,
+        scheduled: SchedulerOutput,
+        sampled: Iterable[Any],
+        beams: Iterable[BeamCandidates] = (),
+        failed: Collection[Request] = (),
+    ) -> list[Request]:
+        """Puts the tokens sampled for `scheduled.sampling` in place: one each, or with `num_decodes` a list for each,
+        which may be longer than that. Goes on with the best of each search's `beams`, and ends those that are done,
+        and with an error those that `failed`.
+
+        Returns the requests that got a token, once for each. Results for one that was aborted since are dropped.
+        """
+        for request in scheduled.scored:
+            if not request.is_finished and request.is_all_computed:
                 self.finish(request, FinishReason.LENGTH)
         for request in failed:
             if not request.is_finished:
@@ -136,18 +187,28 @@ class Scheduler:
                 for request in list(group.requests):
                     self.finish(request, FinishReason.STOP)
         updated = []
-        for request, token_id in zip(scheduled.sampling, map(int, sampled), strict=True):
-            if request.status is not RequestStatus.RUNNING:
+        for request, tokens in zip(scheduled.sampling, sampled, strict=True):
+            num_tokens, token_ids = request.num_pending_tokens, request.token_ids
+            if num_tokens == 0:
                 continue
-            request.token_ids.append(token_id)
-            updated.append(request)
-            if token_id in request.eos_token_ids:
-                self.finish(request, FinishReason.STOP)
-            elif token_id in request.stop_token_ids:
-                self.finish(request, FinishReason.STOP, stop_reason=token_id)
-            elif request.num_tokens >= request.max_num_tokens:
-                self.finish(request, FinishReason.LENGTH)
+            del token_ids[-num_tokens:]
+            request.num_pending_tokens = 0
+            for token_id in map(int, tokens[:num_tokens] if scheduled.num_decodes else (tokens,)):
+                token_ids.append(token_id)
+                updated.append(request)
+                is_stop = token_id in request.eos_token_ids or token_id in request.stop_token_ids
+                if is_stop or len(token_ids) >= request.max_num_tokens:
+                    self._end(request, token_id)
+                    break
         return updated
+
+    def _end(self, request: Request, token_id: int) -> None:
+        if token_id in request.eos_token_ids:
+            self.finish(request, FinishReason.STOP)
+        elif token_id in request.stop_token_ids:
+            self.finish(request, FinishReason.STOP, stop_reason=token_id)
+        else:
+            self.finish(request, FinishReason.LENGTH)
 
     def preempt_all(self) -> None:
         """Sends everything that runs back to wait, to be recomputed, and forgets all other KV: it is of no use any
@@ -158,18 +219,24 @@ class Scheduler:
         """Begins again with `groups`, all that have not ended, and an empty pool, whatever the state is: after a failed
         step, or an interrupt in the middle of `schedule` or `update`."""
         self.kv.restart()
+        self.swap.host.reset()
         self.running.clear()
         self.waiting.clear()
         for group in sorted(groups, key=attrgetter("arrival")):
             self.waiting[group.name] = group
-            group.status = RequestStatus.PREEMPTED
+            if group.search is not None:
+                restore_beams(group)
             for request in group.requests:
                 is_running = request.status is RequestStatus.RUNNING
                 request.num_preemptions += is_running
                 self.num_preemptions += is_running
                 request.block_table = NO_BLOCKS
                 request.block_names.clear()
-                _stop(request)
+                _forget_pending(request)
+            self._stop(group, RequestStatus.PREEMPTED)
+            if group.search is not None and group.search.is_done:
+                for request in list(group.requests):
+                    self.finish(request, FinishReason.STOP)
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""
@@ -183,32 +250,14 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Recounts all blocks and checks the order of both queues, between steps; raises AssertionError."""
-        running, waiting = self.requests(self.running), self.requests(self.waiting)
-        self.kv.check_integrity(running)
-        arrivals = [request.arrival for request in chain(running, waiting)]
-        assert all(old < new for old, new in pairwise(arrivals)), "not in order of arrival"
-        for name, group in chain(self.running.items(), self.waiting.items()):
-            assert group.name == name
-            assert all(request.group is group and request.status is group.status for request in group.requests)
-        for request in running:
-            assert request.status is RequestStatus.RUNNING
-            assert request.num_computed_tokens == request.block_table.num_tokens < request.num_tokens
-            assert request.num_tokens <= request.max_num_tokens
-            assert request.num_tokens < request.max_num_tokens or not request.generates
-            assert len(request.block_table) == self.config.num_blocks_for(request.num_computed_tokens)
-            assert request.fork_of is None or request.fork_of in request.group.requests
-            assert request.fork_of is None or request.num_computed_tokens == 0
-        for request in waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            assert request.block_table.is_freed
-            assert request.num_computed_tokens == 0
+        check_integrity(self)
 
     def _schedule_running(self, step: SchedulerOutput, num_seqs: int) -> int:
-        """Gives each running sequence its tokens, the oldest first, and blocks for them; the budget that is left."""
+        """Gives each running sequence its tokens, the first in line first, and blocks for them; the budget left."""
         budget = self.config.max_num_batched_tokens
         for group in list(self.running.values()):
             if group.status is not RequestStatus.RUNNING:
-                break  # it made room for an older one, and so did all that are newer
+                break  # it made room for one before it, and so did all behind it
             num_seqs -= group.max_num_seqs
             budget = self._schedule_group(group, step, budget, num_behind=num_seqs)
         return budget
@@ -218,13 +267,17 @@ class Scheduler:
         if len(group.requests) == 1:
             (request,) = group.requests
             num_new = min(request.num_left, budget - num_behind)
+            if request.num_pending_tokens and request.is_all_computed:
+                return budget
             return budget - num_new if self._grow(request, num_new, step) else budget
         # Beams go on together: those that have caught up hold their last token back until all have.
         num_held = int(group.search is not None and max(request.num_left for request in group.requests) > 1)
-        active = [request for request in group.requests if request.fork_of is None]
+        if group.search is not None and not num_held and budget - num_behind < len(group.requests):
+            return budget  # just brought back, and not enough is left for all
+        active = [request for request in group.requests if request.fork_of is None and not request.is_all_computed]
         for i, request in enumerate(active, start=1):
             if request.status is not RequestStatus.RUNNING:
-                break  # nobody newer was left to make room: it had to, with its group or for the others in it
+                break  # nobody behind was left to make room: it had to, with its group or for the others in it
             num_new = min(request.num_left - num_held, budget - num_behind - (len(active) - i))
             if num_new > 0 and self._grow(request, num_new, step):
                 budget -= num_new
@@ -240,40 +293,73 @@ class Scheduler:
         """
         while self.waiting and budget:
             group = next(iter(self.waiting.values()))
-            if num_seqs + group.max_num_seqs > self.config.max_num_running:
+            is_back = group.requests[0] in step.preempted  # not at once, but when others have freed blocks
+            if is_back or num_seqs + group.max_num_seqs > self.config.max_num_running:
                 break
-            found = self._find_room(group, num_seqs)
-            if found is None:
+            room = self._find_room(group, num_seqs)
+            if room.num_missing > 0:
                 break
             self.waiting.popitem(last=False)
-            self.running[group.name] = group
+            self._run(group)
             num_seqs += group.max_num_seqs
-            self._start(group, self.kv.new_table(*found))
+            if group.status is RequestStatus.SWAPPED:
+                self._bring_back(group, step)
+            else:
+                self._start(group, self.kv.new_table(room.blocks, room.num_tokens))
             budget = self._schedule_group(group, step, budget, num_behind=0)
             assert group.status is RequestStatus.RUNNING, "admitted without room"
 
-    def _find_room(self, group: SequenceGroup, num_growing: int) -> tuple[Sequence[int], int] | None:
-        """The blocks of the group's beginning that are there already, and the tokens in them; None if there is no room
-        for the rest. Held KV makes room, and a group that does not fit even alone is split."""
-        size = self.config.block_size
+    def _make_way(self, step: SchedulerOutput, num_seqs: int) -> int:
+        """Preempts those behind the first that waits if that makes room for it, the last first; how many sequences are
+        left. First come, first served, nobody who runs is behind one who waits."""
+        behind = []
+        first = next(iter(self.waiting.values()), None)
+        for group in reversed(self.running.values()):
+            if first is None or group.arrival < first.arrival:
+                break
+            behind.append(group)
+        if first is None or not behind:
+            return num_seqs
+        num_rows = num_seqs + first.max_num_seqs - self.config.max_num_running
+        num_missing = self._find_room(first, num_seqs).num_missing
+        num_freed, victims = 0, []
+        for group in behind:
+            if num_rows <= 0 and num_missing <= num_freed:
+                break
+            num_rows -= group.max_num_seqs
+            num_freed += sum(len(request.block_table) for request in group.requests)
+            victims.append(group)
+        if num_rows <= 0 and num_missing <= num_freed:
+            for group in victims:
+                num_seqs -= group.max_num_seqs
+                self._preempt_last(step)
+        return num_seqs
+
+    def _find_room(self, group: SequenceGroup, num_growing: int) -> Room:
+        """What of the group's beginning is there already, and how many blocks are missing for the rest, if any. Held KV
+        makes room, and a group that does not fit even alone is recomputed, and then split."""
         while True:
-            group.find_common_tokens()
-            leader, *others = group.requests
-            blocks, num_found = self.kv.find(leader)
-            num_shared = group.num_common_tokens // size
-            wanted = self.config.num_blocks_for(leader.num_tokens) - num_found // size
-            wanted += sum(max(1, self.config.num_blocks_for(each.num_tokens) - num_shared) for each in others)
-            num_idle = sum(self.allocator.ref_count(block) == 0 for block in blocks)
-            num_missing = wanted + num_idle + num_growing - self.allocator.num_free_blocks
-            if num_missing <= 0:
-                return blocks, num_found
-            if self.running and num_missing > self.kv.num_droppable_blocks:
-                return None
-            if not self.kv.drop_oldest():
-                if self.running or len(group.requests) == 1 or group.search is not None:
-                    return None
-                rest = group.split(len(group.requests) - 1)
-                self.waiting = OrderedDict(_in_order_of_arrival(self.waiting, rest))
+            room = room_for(group, self.kv, self.swap, num_growing)
+            if room.num_missing <= 0 or (self.running and room.num_missing > self.kv.num_droppable_blocks):
+                return room
+            if self.kv.drop_oldest():
+                continue
+            if self.running:
+                return room
+            if group.status is RequestStatus.SWAPPED:
+                self._stop(group, RequestStatus.PREEMPTED)
+            elif len(group.requests) == 1 or group.search is not None:
+                return room
+            else:
+                self._wait(group.split(len(group.requests) - 1))
+
+    def _bring_back(self, group: SequenceGroup, step: SchedulerOutput) -> None:
+        """The group goes on where it was swapped out."""
+        step.swap_in.update(self.swap.swap_in(group))
+        group.status = RequestStatus.RUNNING
+        for request in group.requests:
+            request.status = RequestStatus.RUNNING
+            request.num_published_blocks = 0
 
     def _start(self, group: SequenceGroup, table: BlockTable) -> None:
         """The first sequence begins with the blocks of `table`; the others follow when they can fork it."""
@@ -310,31 +396,54 @@ class Scheduler:
         return True
 
     def _make_room(self, step: SchedulerOutput) -> None:
-        """Preempts the newest group. The last one left is too large for the pool: its newest sequence leaves it."""
+        """Preempts the last group. If no other is left, it is too large for the pool: its last sequences leave it."""
         group = next(reversed(self.running.values()))
         if len(self.running) == 1 and len(group.requests) > 1 and group.search is None:
             self._preempt(group.split(len(group.requests) - 1), step)
         else:
-            self._preempt_newest(step)
+            self._preempt_last(step)
 
-    def _preempt_newest(self, step: SchedulerOutput) -> SequenceGroup:
+    def _preempt_last(self, step: SchedulerOutput) -> SequenceGroup:
         _, group = self.running.popitem()
         self._preempt(group, step)
         return group
 
     def _preempt(self, group: SequenceGroup, step: SchedulerOutput) -> None:
-        """All or nothing: takes the blocks of all the group's sequences, which will be recomputed."""
-        self.waiting[group.name] = group
-        self.waiting.move_to_end(group.name, last=False)
-        group.status = RequestStatus.PREEMPTED
+        """All or nothing: takes the blocks of all the group's sequences. They are swapped out if that is chosen and the
+        host pool has room for all of it, and else recomputed."""
+        self._wait(group)
+        blocks = [block for request in group.requests for block in request.block_table.blocks]
+        moves: Mapping[int, int] = {}
+        if self.config.preemption == "swap" and all(
+            r.fork_of is None or r.fork_of.group is group for r in group.requests
+        ):
+            moves = self.swap.swap_out(group, step.copies)
+        step.swap_out.update(moves)
+        for block in blocks:
+            step.copies.pop(block, None)  # a copy's target has no other holder yet
+        self._stop(group, RequestStatus.SWAPPED if moves else RequestStatus.PREEMPTED)
         for request in group.requests:
             step.num_new_tokens.pop(request, None)
             step.preempted.append(request)
-            for block in request.block_table.blocks:
-                step.copies.pop(block, None)  # a copy's target has no other holder yet
-            _stop(request)
             request.num_preemptions += 1
             self.num_preemptions += 1
+
+    def _stop(self, group: SequenceGroup, status: RequestStatus) -> None:
+        group.status = status
+        for request in group.requests:
+            request.status = status
+            if status is RequestStatus.PREEMPTED:
+                _forget_computed(request)
+
+    def _is_drained(self) -> bool:
+        """Whether those who run wait for no more than their last tokens, and nobody waits for nothing."""
+        return all(r.is_all_computed for r in self.requests(self.running)) and bool(self.running or not self.waiting)
+
+    def _run(self, group: SequenceGroup) -> None:
+        self.running = put_in_line(self.running, group)
+
+    def _wait(self, group: SequenceGroup) -> None:
+        self.waiting = put_in_line(self.waiting, group)
 
     def _leave_group(self, request: Request) -> None:
         group = request.group
@@ -346,7 +455,8 @@ class Scheduler:
         followers = [other for other in group.requests if other.fork_of is request]
         if followers:  # the next one goes first now, from the start
             leader = followers[0]
-            leader.block_table = self.kv.new_table()
+            is_swapped = group.status is RequestStatus.SWAPPED
+            leader.block_table = self.swap.new_table() if is_swapped else self.kv.new_table()
             for other in followers:
                 other.fork_of = None if other is leader else leader
 
@@ -361,16 +471,15 @@ def _share(parent: Request, child: Request, num_tokens: int) -> None:
     child.fork_of = None
 
 
-def _stop(request: Request) -> None:
-    """Takes all that it has in the pool from a running request."""
+def _forget_computed(request: Request) -> None:
+    """Takes all that it has in the pool, or in the host pool, from a request."""
     if not request.block_table.is_freed:
         request.block_table.free()
     request.num_computed_tokens = request.num_published_blocks = 0
     request.fork_of = None
-    request.status = RequestStatus.PREEMPTED
 
 
-def _in_order_of_arrival(queue: Mapping[str, SequenceGroup], group: SequenceGroup) -> dict[str, SequenceGroup]:
-    """`queue` and one more, which belongs somewhere in it."""
-    groups = sorted([*queue.values(), group], key=attrgetter("arrival"))
-    return {each.name: each for each in groups}
+def _forget_pending(request: Request) -> None:
+    while request.token_ids[-1] < 0:  # as many as are there, for an interrupt may have come between
+        request.token_ids.pop()
+    request.num_pending_tokens = 0

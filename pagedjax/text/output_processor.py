@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedjax.detokenizer import Detokenizer
 from pagedjax.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
 from pagedjax.sampling.log_entries import StepLogprobs, entry_of
 from pagedjax.scheduling.group import SequenceGroup
 from pagedjax.scheduling.request import FinishReason, Request
 from pagedjax.scheduling.scheduler import Scheduler
+from pagedjax.text.detokenizer import Detokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -136,11 +136,13 @@ class OutputProcessor:
             detokenizer = group.completions[request.sample_index].detokenizer
             if detokenizer is None or detokenizer.is_finished:
                 continue
-            # Usually one token; more if an exception kept an earlier one from its text.
+            # Usually one token; more after several decodes, or if an exception kept an earlier one from its text.
             try:
-                stop = detokenizer.append(request.token_ids[len(request.prompt_token_ids) + detokenizer.num_tokens :])
+                known = len(request.token_ids) - request.num_pending_tokens
+                start = len(request.prompt_token_ids) + detokenizer.num_tokens
+                stop = detokenizer.append(request.token_ids[start:known])
                 if stop is not None:
-                    scheduler.finish(request, FinishReason.STOP, stop_reason=stop)
+                    scheduler.finish(request, FinishReason.STOP, stop, num_outputs=detokenizer.num_tokens)
                 if request.is_finished:
                     detokenizer.finish()
             except Exception:
