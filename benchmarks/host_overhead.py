@@ -3,7 +3,8 @@
     python benchmarks/host_overhead.py [--steps 200] [--context 128] [--max-model-len 2048] [--json]
 
 Every request decodes, as in the steady state of a server; block growth, finishing and admission happen as they come:
-outputs have different lengths and each request that ends is replaced. Times are microseconds per step.
+outputs have different lengths and each request that ends is replaced. Times are microseconds per step. How they grow is
+the slope of their logarithms from 64 requests on, where what a step costs by itself is small: 1 is linear.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from pagedjax.scheduling.request import Request
 from pagedjax.scheduling.scheduler import Scheduler
 
 PARTS = ("schedule", "build_batch", "update")
+MIN_FOR_SLOPE = 64
 
 
 def time_steps(num_running: int, num_steps: int, context: int, max_model_len: int) -> dict[str, list[float]]:
@@ -73,9 +76,23 @@ def time_steps(num_running: int, num_steps: int, context: int, max_model_len: in
     return microseconds
 
 
+def growth(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The slope of log(time) over log(requests) by part, from `MIN_FOR_SLOPE` requests on; empty with less than two."""
+    rows = [row for row in results if row["num_running"] >= MIN_FOR_SLOPE]
+    if len(rows) < 2:
+        return {}
+    logs = np.log([row["num_running"] for row in rows])
+    return {
+        part: float(np.polyfit(logs, np.log([row[f"{part}_median_us"] for row in rows]), 1)[0])
+        for part in (*PARTS, "total")
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 256, 1024], help="numbers of requests")
+    parser.add_argument(
+        "--running", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096], help="numbers of requests"
+    )
     parser.add_argument("--steps", type=int, default=200, help="steps timed for each")
     parser.add_argument("--context", type=int, default=128, help="longest prompt and longest output, tokens")
     parser.add_argument("--max-model-len", type=int, default=2048, help="decides the width of the block tables")
@@ -93,7 +110,8 @@ def main() -> None:
         results.append(row)
 
     if args.json:
-        print(json.dumps({"steps": args.steps, "context": args.context, "results": results}))
+        slopes = growth(results)
+        print(json.dumps({"steps": args.steps, "context": args.context, "results": results, "slopes": slopes}))
         return
     print(f"{'running':>8}" + "".join(f"{part:>18}" for part in (*PARTS, "total")) + f"{'per request':>14}")
     for row in results:
@@ -101,6 +119,9 @@ def main() -> None:
         per_request = f"{row['total_median_us_per_request']:.2f}"
         print(f"{row['num_running']:>8}" + "".join(f"{cell:>18}" for cell in cells) + f"{per_request:>14}")
     print("median (min) microseconds per step")
+    if slopes := growth(results):
+        cells = ", ".join(f"{part} {slope:.2f}" for part, slope in slopes.items())
+        print(f"slope of the logarithms from {MIN_FOR_SLOPE} requests on: {cells}")
 
 
 if __name__ == "__main__":

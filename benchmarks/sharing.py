@@ -13,7 +13,6 @@ what is compared runs in turns.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -25,7 +24,7 @@ from sharing_beams import MAX_TOKENS, NO_ORACLE, beams
 from sharing_memory import BLOCK_SIZE, fig15
 from sharing_speed import PREFIX_LENGTHS, chat, fig16
 from sharing_texts import BEAM_PROMPTS, CHAT_MESSAGES
-from tables import Report, machine
+from tables import Report, publish
 from traces import MAX_TOKENS as MAX_MODEL_LEN
 from traces import ORIGINS, default_folder, load_trace
 
@@ -131,13 +130,7 @@ def main() -> None:
     args = parse_args()
     command = " ".join(["python benchmarks/sharing.py", *sys.argv[1:]])
     for name in args.parts:
-        report = PARTS[name](args)
-        print(f"\n{report.markdown}", flush=True)
-        if args.output is not None:
-            args.output.mkdir(parents=True, exist_ok=True)
-            (args.output / f"{name}.md").write_text(f"`{command}`\n\n{report.markdown}")
-            data = {"command": command, "machine": machine(), **report.data}
-            (args.output / f"{name}.json").write_text(json.dumps(data, indent=1))
+        publish(PARTS[name](args), command, args.output)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What a part of a benchmark gives back: Markdown for people, data for a JSON file, and how they are made."""
+"""What a part of a benchmark gives back: Markdown for people, data for a JSON file, and how they are made and kept."""
 
+import json
 import platform
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from offline_throughput import cpu_name
@@ -31,3 +33,13 @@ def machine() -> dict[str, str]:
     """What the figures were measured on."""
     packages = {name: version(name) for name in ("jax", "flax", "numpy", "transformers")}
     return {"cpu": cpu_name(), "python": platform.python_version(), **packages}
+
+
+def publish(report: Report, command: str, folder: Path | None) -> None:
+    """Prints a report, and with a folder writes NAME.md and NAME.json there."""
+    print(f"\n{report.markdown}", flush=True)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{report.name}.md").write_text(f"`{command}`\n\n{report.markdown}")
+        data = {"command": command, "machine": machine(), **report.data}
+        (folder / f"{report.name}.json").write_text(json.dumps(data, indent=1))

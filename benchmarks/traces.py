@@ -3,6 +3,7 @@
 From real traces scaled to the paper's means, where a folder has them, and else drawn from a lognormal with these means.
 """
 
+import argparse
 import csv
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +62,11 @@ class Trace(NamedTuple):
         chosen = np.random.default_rng(seed).permutation(len(self.lengths))[:num_requests]
         return self.lengths[chosen]
 
+    def draw(self, num_requests: int, seed: int = 0) -> Int64[np.ndarray, "n 2"]:
+        """Any number of requests at random, each time any of them; more begin with the same ones."""
+        rng = np.random.default_rng(seed)
+        return self.lengths[rng.integers(0, len(self.lengths), num_requests)]
+
     def quantiles(self, num_requests: int) -> Int64[np.ndarray, "n 2"]:
         """Few requests that stand for all: the middle ones of equal parts, with all in order of their tokens."""
         order = np.lexsort((*self.lengths.T, self.lengths.sum(axis=1)))
@@ -83,6 +89,18 @@ def load_trace(name: str, folder: Path | None) -> Trace:
     lengths = np.maximum(np.rint(np.array(rows) * origin.scales).astype(np.int64), 1)
     source = f"{origin.file}, scaled to the paper's means"
     return Trace(name, source, lengths[lengths.sum(axis=1) <= MAX_TOKENS])
+
+
+def add_traces_argument(parser: argparse.ArgumentParser) -> None:
+    """`--traces`: where the traces are."""
+    parser.add_argument("--traces", type=existing_folder, default=default_folder(), help="folder of the traces")
+
+
+def existing_folder(name: str) -> Path:
+    """An argument that is a folder."""
+    if not Path(name).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {name}")
+    return Path(name)
 
 
 def _drawn(origin: Origin) -> Int64[np.ndarray, "n 2"]:

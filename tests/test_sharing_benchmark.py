@@ -1,26 +1,14 @@
 """The benchmark of sharing: what it counts, by hand and by formulas of its own, its lengths, and its command line."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from benchmark_scripts import load
 
 from pagedjax.blocks.allocator import BlockAllocator
-
-ROOT = Path(__file__).parents[1]
-
-
-def load(name: str) -> Any:
-    """A module of `benchmarks`: scripts, which import each other as neighbours."""
-    folder = str(ROOT / "benchmarks")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(name)
-
 
 memory, traces = load("sharing_memory"), load("traces")
 
