@@ -7,8 +7,12 @@ EXTRAS ?=
 GATE_VENV ?= .venv-gate
 GATE_JAX ?= 0.10.2
 BIN := $(VENV)/bin
-# Most of the tests' time is compilation, which uses one core.
-PARALLEL := -n auto --maxprocesses 4
+# 1: tests compile without LLVM's optimisations (tests/conftest.py), in less than half the time.
+QUICK_TO_COMPILE ?=
+# Most of the tests' time is compilation, which uses one core. Neighbours share programs: each process gets one piece of
+# the tests, and part of another's once its own is done.
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
+PYTEST = QUICK_TO_COMPILE=$(QUICK_TO_COMPILE) $(BIN)/pytest
 # -qq and PYTHONWARNINGS: errors only; setuptools warns about every editable install.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check install -qq
 # ORACLE=1 and ORACLE=0 decide; otherwise the oracle tests run on the oldest supported Python alone.
@@ -21,10 +25,10 @@ demo: $(VENV)/.installed ## eight prompts through the engine
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-oracle$(ORACLE) ## every test
-	@$(BIN)/pytest $(PARALLEL) $(ARGS)
+	@$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-fast: $(VENV)/.installed-dev ## the tests that take little time and need no torch
-	@$(BIN)/pytest -m "not slow and not oracle" $(PARALLEL) $(ARGS)
+	@$(PYTEST) -m "not slow and not oracle" $(PARALLEL) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## what must hold before a commit
 	@$(BIN)/ruff format --check

@@ -22,8 +22,10 @@ TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2, jnp.float16: 1e-2}
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
+UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 """Compiler options for tests of hundreds of shapes: half the time of a compilation goes into LLVM's optimisations."""
+if jax.__version_info__ < (0, 11):  # of XLA's two ways to make loops the one without MLIR; later there is but one
+    UNOPTIMISED["xla_cpu_use_fusion_emitters"] = False
 
 
 def attend(

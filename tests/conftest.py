@@ -1,6 +1,7 @@
 """How every test runs: on the CPU unless the user says otherwise, strict about dtypes and shapes, quick if repeated."""
 
 import gc
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,16 @@ import pytest
 # In the environment, so that the subprocesses of tests inherit them too.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "test-programs"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+# Two thirds of a compilation are LLVM's optimisations and MLIR. Without them the machine code is another, and slow on
+# large arrays. The last flag is one of jaxlib 0.10 alone; others end the process at what they do not know.
+if os.environ.get("QUICK_TO_COMPILE") == "1" and os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+        + " --xla_cpu_use_fusion_emitters=false" * importlib.metadata.version("jaxlib").startswith("0.10.")
+    )
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"
 
 import hypothesis
 import jax
@@ -17,7 +28,9 @@ import jax
 # A plugin may have imported jax before the environment was set.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update(
+    "jax_persistent_cache_min_compile_time_secs", float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 # bf16 * f32 and [T] + [S, T] are mistakes until they are written out.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

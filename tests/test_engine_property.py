@@ -56,21 +56,21 @@ plans = st.builds(
     seed=st.sampled_from([None, None, None, 7]),
     abort_step=st.none() | st.none() | st.integers(0, 40),
 )
+SIZES = [(1, 24), (4, 7), (4, 24), (16, 2)]
+"""Block sizes and budgets. Few, as each two of them compile some ten programs of their own: between them they hold each
+block size and each budget, many blocks to a chunk and many chunks to a block. Any two: `test_sharing_schedules`."""
 workloads = {
     "workload": st.lists(plans, min_size=2, max_size=8),
-    # Few shapes: each block size, and each budget that is no power of two, compiles programs of its own.
-    "block_size": st.sampled_from([1, 4, 16]),
-    "budget": st.sampled_from([2, 7, 24]),
+    "sizes": st.sampled_from(SIZES),
     "max_num_seqs": st.just(8),
     "num_slots": st.integers(32, 48) | st.integers(32, 200),
     "fill": st.sampled_from([np.nan, np.nan, 0.0, 1e30]),
 }
 
 
-def run_workload(
-    workload: list[Plan], block_size: int, budget: int, max_num_seqs: int, num_slots: int, fill: float
-) -> int:
+def run_workload(workload: list[Plan], sizes: tuple[int, int], max_num_seqs: int, num_slots: int, fill: float) -> int:
     """Checks every output; returns the number of preemptions."""
+    block_size, budget = sizes
     num_blocks = min(num_slots // block_size, POOL_BLOCKS)
     engine = tiny_engine(
         num_blocks,
@@ -140,8 +140,8 @@ def seeded_reference(prompt: tuple[int, ...], seed: int, index: int) -> list[int
 
 
 @given(**workloads)
-def test_the_engine_agrees_with_the_naive_loop(workload, block_size, budget, max_num_seqs, num_slots, fill):
-    run_workload(workload, block_size, budget, max_num_seqs, num_slots, fill)
+def test_the_engine_agrees_with_the_naive_loop(workload, sizes, max_num_seqs, num_slots, fill):
+    run_workload(workload, sizes, max_num_seqs, num_slots, fill)
 
 
 def test_such_workloads_do_preempt():
@@ -161,9 +161,9 @@ def test_such_workloads_do_preempt():
             )
             for _ in range(int(rng.integers(2, 9)))
         ]
-        sizes = {"block_size": int(rng.choice([1, 4, 16])), "budget": int(rng.choice([2, 7, 24]))}
+        sizes = SIZES[rng.integers(len(SIZES))]
         num_preemptions.append(
-            run_workload(workload, **sizes, max_num_seqs=8, num_slots=int(rng.integers(32, 60)), fill=np.nan)
+            run_workload(workload, sizes, max_num_seqs=8, num_slots=int(rng.integers(32, 60)), fill=np.nan)
         )
     assert sum(number > 0 for number in num_preemptions) >= 10
     assert max(num_preemptions) >= 3

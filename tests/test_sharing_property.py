@@ -213,13 +213,13 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @given(
     workload=st.lists(plans(), min_size=2, max_size=6),
-    block_size=st.sampled_from([1, 4, 16]),
-    budget=st.sampled_from([7, 24]),
+    sizes=st.sampled_from([(1, 24), (4, 7), (16, 24)]),  # few, as in test_engine_property
     num_slots=st.integers(48, 64) | st.integers(48, 240),
     enable_prefix_caching=st.booleans(),
     fill=st.sampled_from([np.nan, np.nan, 1e30]),
 )
-def test_sharing_changes_no_output(workload, block_size, budget, num_slots, enable_prefix_caching, fill):
+def test_sharing_changes_no_output(workload, sizes, num_slots, enable_prefix_caching, fill):
+    block_size, budget = sizes
     num_blocks = min(num_slots // block_size, POOL_BLOCKS)
     engine = tiny_engine(
         num_blocks,
