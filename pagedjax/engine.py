@@ -1,4 +1,4 @@
-"""The engine: requests go in, steps run, outputs come out. One step reads schedule, run, update."""
+"""The engine: requests go in, steps run, outputs come out. One step reads schedule, launch, resolve."""
 
 import random
 import time

@@ -4,58 +4,28 @@ There is no prefill and no decode phase. Each request's `num_computed_tokens` ca
 token for a decode, by a chunk for a prompt or for what a preemption threw away, all within one token budget per step.
 """
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from itertools import chain, islice
-from operator import attrgetter
-from typing import Any
+from collections.abc import Mapping
+from itertools import islice
 
-from pagedjax.beams.groups import BeamCandidates, advance_beams, restore_beams
 from pagedjax.blocks.table import BlockTable
-from pagedjax.config import EngineConfig
 from pagedjax.scheduling.group import SequenceGroup
-from pagedjax.scheduling.integrity import check_integrity
-from pagedjax.scheduling.kv_store import KVStore
-from pagedjax.scheduling.limits import check_fits, most_blocks
+from pagedjax.scheduling.ledger import Ledger, share
+from pagedjax.scheduling.limits import check_fits
 from pagedjax.scheduling.output import SchedulerOutput, in_batch_order
-from pagedjax.scheduling.queues import Queue, put_in_line
-from pagedjax.scheduling.request import NO_BLOCKS, FinishReason, HeldKV, Request, RequestStatus
+from pagedjax.scheduling.request import Request, RequestStatus
 from pagedjax.scheduling.room import Room, reserve_decodes, room_for
-from pagedjax.scheduling.swap import SwapSpace
 
 
-class Scheduler:
+class Scheduler(Ledger):
     """Continuous batching; when blocks run out, the last in line is preempted: swapped out, or recomputed later.
 
     What is scheduled is a group of sequences, mostly of one. Everyone has a place in line for good (`Request.arrival`):
-    the order of arrival, or with priorities one in which each level counts as so many seconds (`arrival_for`). Both
-    `running` and `waiting` are in this order, groups are admitted from the front of `waiting` alone, and whoever has to
-    make room is the last of `running`. So the first in line always goes on, and nobody waits for those behind him.
+    the order of arrival, or with priorities one in which each level counts as so many seconds. Both `running` and
+    `waiting` are in this order, groups are admitted from the front of `waiting` alone, and whoever has to make room is
+    the last of `running`. So the first in line always goes on, and nobody waits for those behind him.
 
     Nor can a long prompt stop the decodes: a chunk leaves a token of the budget for each sequence behind it.
-
-    A step may be scheduled while the one before it still runs: `advance` says what is certain of a step before its
-    tokens are there, with placeholders for them at the end of `token_ids`, and `resolve` puts the tokens there.
     """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self.kv = KVStore(config)
-        self.allocator = self.kv.allocator
-        self.swap = SwapSpace(config.num_swap_blocks, config.block_size, self.allocator)
-        self.running: Queue = OrderedDict()
-        self.waiting: Queue = OrderedDict()
-        self.num_preemptions = 0
-        self.num_block_copies = 0
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether any request still runs or waits."""
-        return bool(self.running or self.waiting)
-
-    def requests(self, queue: Queue) -> list[Request]:
-        """The sequences of all groups of `running` or `waiting`."""
-        return [request for group in list(queue.values()) for request in group.requests]
 
     def add(self, group: SequenceGroup) -> None:
         """Queues a group at its place in line; one too large for one step goes in parts.
@@ -79,37 +49,11 @@ class Scheduler:
         group = SequenceGroup([child])
         is_next = all(child.arrival < other.arrival for other in islice(self.waiting.values(), 1))
         if parent.status is RequestStatus.RUNNING and is_next:
-            _share(parent, child, parent.num_computed_tokens)
+            share(parent, child, parent.num_computed_tokens)
             group.status = child.status = RequestStatus.RUNNING
             self._run(group)
         else:
             self._wait(group)
-
-    def finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        num_outputs: int | None = None,
-    ) -> None:
-        """Ends a request and frees its blocks. One that has ended already only gets the new reason: its last token may
-        have reached the length limit and completed a stop string as well. With `num_outputs` it has no more tokens
-        than these."""
-        _forget_pending(request)
-        if num_outputs is not None:
-            del request.token_ids[len(request.prompt_token_ids) + num_outputs :]
-        if not request.is_finished:
-            self._leave_group(request)
-            has_kv = request.status is RequestStatus.RUNNING  # or else it was preempted before its last token was known
-            if request.keeps_kv and has_kv and reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.kv.keep(request)
-            elif not request.block_table.is_freed:
-                request.block_table.free()
-            request.status = RequestStatus.FINISHED
-        elif num_outputs is not None and request.kept is not None:
-            self.kv.shorten(request.kept, request.num_tokens)
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
 
     def schedule(self) -> SchedulerOutput:
         """Chooses what the next step computes and gives it blocks. `advance` must follow, or `preempt_all`.
@@ -135,122 +79,6 @@ class Scheduler:
         if self.config.num_decode_steps > 1:
             reserve_decodes(step, self.kv)
         return step
-
-    def update(
-        self,
-        scheduled: SchedulerOutput,
-        sampled: Iterable[Any],
-        beams: Iterable[BeamCandidates] = (),
-        failed: Collection[Request] = (),
-    ) -> list[Request]:
-        """`advance` and `resolve`, where nothing is scheduled between the two."""
-        self.advance(scheduled)
-        return self.resolve(scheduled, sampled, beams, failed)
-
-    def advance(self, scheduled: SchedulerOutput) -> None:
-        """Counts what a step computes, and appends a placeholder for each token that it samples: -1 - i stands for the
-        last token of `scheduled.sampling[i]`."""
-        for request, num_new in scheduled.num_new_tokens.items():
-            if request.status is RequestStatus.RUNNING:
-                request.num_computed_tokens += num_new
-                self.kv.publish(request)
-                if request.group.requests[-1].fork_of is request:
-                    self._fork_followers(request)
-        for i, request in enumerate(scheduled.sampling):
-            if request.status is RequestStatus.RUNNING:
-                num_tokens = scheduled.num_decodes[i] if scheduled.num_decodes else 1
-                request.num_pending_tokens = num_tokens
-                request.num_computed_tokens += num_tokens - 1
-                request.token_ids += [-1 - i] * num_tokens
-
-    def resolve(
-        self,
-        scheduled: SchedulerOutput,
-        sampled: Iterable[Any],
-        beams: Iterable[BeamCandidates] = (),
-        failed: Collection[Request] = (),
-    ) -> list[Request]:
-        """Puts the tokens sampled for `scheduled.sampling` in place: one each, or with `num_decodes` a list for each,
-        which may be longer than that. Goes on with the best of each search's `beams`, and ends those that are done,
-        and with an error those that `failed`.
-
-        Returns the requests that got a token, once for each. Results for one that was aborted since are dropped.
-        """
-        for request in scheduled.scored:
-            if not request.is_finished and request.is_all_computed:
-                self.finish(request, FinishReason.LENGTH)
-        for request in failed:
-            if not request.is_finished:
-                self.finish(request, FinishReason.ERROR)
-        for group, candidates in zip(scheduled.beams, beams, strict=True):
-            if group.status is RequestStatus.RUNNING and not advance_beams(group, candidates):
-                for request in list(group.requests):
-                    self.finish(request, FinishReason.STOP)
-        updated = []
-        for request, tokens in zip(scheduled.sampling, sampled, strict=True):
-            num_tokens, token_ids = request.num_pending_tokens, request.token_ids
-            if num_tokens == 0:
-                continue
-            del token_ids[-num_tokens:]
-            request.num_pending_tokens = 0
-            for token_id in map(int, tokens[:num_tokens] if scheduled.num_decodes else (tokens,)):
-                token_ids.append(token_id)
-                updated.append(request)
-                is_stop = token_id in request.eos_token_ids or token_id in request.stop_token_ids
-                if is_stop or len(token_ids) >= request.max_num_tokens:
-                    self._end(request, token_id)
-                    break
-        return updated
-
-    def _end(self, request: Request, token_id: int) -> None:
-        if token_id in request.eos_token_ids:
-            self.finish(request, FinishReason.STOP)
-        elif token_id in request.stop_token_ids:
-            self.finish(request, FinishReason.STOP, stop_reason=token_id)
-        else:
-            self.finish(request, FinishReason.LENGTH)
-
-    def preempt_all(self) -> None:
-        """Sends everything that runs back to wait, to be recomputed, and forgets all other KV: it is of no use any
-        more."""
-        self.restart([*self.running.values(), *self.waiting.values()])
-
-    def restart(self, groups: Iterable[SequenceGroup]) -> None:
-        """Begins again with `groups`, all that have not ended, and an empty pool, whatever the state is: after a failed
-        step, or an interrupt in the middle of `schedule` or `update`."""
-        self.kv.restart()
-        self.swap.host.reset()
-        self.running.clear()
-        self.waiting.clear()
-        for group in sorted(groups, key=attrgetter("arrival")):
-            self.waiting[group.name] = group
-            if group.search is not None:
-                restore_beams(group)
-            for request in group.requests:
-                is_running = request.status is RequestStatus.RUNNING
-                request.num_preemptions += is_running
-                self.num_preemptions += is_running
-                request.block_table = NO_BLOCKS
-                request.block_names.clear()
-                _forget_pending(request)
-            self._stop(group, RequestStatus.PREEMPTED)
-            if group.search is not None and group.search.is_done:
-                for request in list(group.requests):
-                    self.finish(request, FinishReason.STOP)
-
-    def forget_prefixes(self) -> None:
-        """Empties the prefix cache."""
-        self.kv.forget(chain(self.requests(self.running), self.requests(self.waiting)))
-
-    def pin(self, held: HeldKV) -> None:
-        """Keeps room for KV in the pool. ValueError if without it an unfinished request may not fit."""
-        unfinished = [*self.running.values(), *self.waiting.values()]
-        needed = [most_blocks(group, self.config) for group in unfinished if group.requests[0].kept is None]
-        self.kv.pin(held, max([1, *needed]))
-
-    def check_integrity(self) -> None:
-        """Recounts all blocks and checks the order of both queues, between steps; raises AssertionError."""
-        check_integrity(self)
 
     def _schedule_running(self, step: SchedulerOutput, num_seqs: int) -> int:
         """Gives each running sequence its tokens, the first in line first, and blocks for them; the budget left."""
@@ -283,32 +111,6 @@ class Scheduler:
                 budget -= num_new
         return budget
 
-    def _schedule_waiting(self, step: SchedulerOutput, budget: int, num_seqs: int) -> None:
-        """Admits groups while there are rows, tokens and blocks for them.
-
-        Admission wants room for all that is known of a group, though its first chunk may need less: otherwise a prompt
-        would run into the end of the pool half-way, again and again. And it leaves a block for each sequence that runs
-        to grow into: the newcomer would pay for that growth with its own preemption (docs/decisions.md). All these
-        blocks are still given out one by one.
-        """
-        while self.waiting and budget:
-            group = next(iter(self.waiting.values()))
-            is_back = group.requests[0] in step.preempted  # not at once, but when others have freed blocks
-            if is_back or num_seqs + group.max_num_seqs > self.config.max_num_running:
-                break
-            room = self._find_room(group, num_seqs)
-            if room.num_missing > 0:
-                break
-            self.waiting.popitem(last=False)
-            self._run(group)
-            num_seqs += group.max_num_seqs
-            if group.status is RequestStatus.SWAPPED:
-                self._bring_back(group, step)
-            else:
-                self._start(group, self.kv.new_table(room.blocks, room.num_tokens))
-            budget = self._schedule_group(group, step, budget, num_behind=0)
-            assert group.status is RequestStatus.RUNNING, "admitted without room"
-
     def _make_way(self, step: SchedulerOutput, num_seqs: int) -> int:
         """Preempts those behind the first that waits if that makes room for it, the last first; how many sequences are
         left. First come, first served, nobody who runs is behind one who waits."""
@@ -335,6 +137,32 @@ class Scheduler:
                 self._preempt_last(step)
         return num_seqs
 
+    def _schedule_waiting(self, step: SchedulerOutput, budget: int, num_seqs: int) -> None:
+        """Admits groups while there are rows, tokens and blocks for them.
+
+        Admission wants room for all that is known of a group, though its first chunk may need less: otherwise a prompt
+        would run into the end of the pool half-way, again and again. And it leaves a block for each sequence that runs
+        to grow into: the newcomer would pay for that growth with its own preemption (docs/decisions.md). All these
+        blocks are still given out one by one.
+        """
+        while self.waiting and budget:
+            group = next(iter(self.waiting.values()))
+            is_back = group.requests[0] in step.preempted  # not at once, but when others have freed blocks
+            if is_back or num_seqs + group.max_num_seqs > self.config.max_num_running:
+                break
+            room = self._find_room(group, num_seqs)
+            if room.num_missing > 0:
+                break
+            self.waiting.popitem(last=False)
+            self._run(group)
+            num_seqs += group.max_num_seqs
+            if group.status is RequestStatus.SWAPPED:
+                self._bring_back(group, step)
+            else:
+                self._start(group, self.kv.new_table(room.blocks, room.num_tokens))
+            budget = self._schedule_group(group, step, budget, num_behind=0)
+            assert group.status is RequestStatus.RUNNING, "admitted without room"
+
     def _find_room(self, group: SequenceGroup, num_growing: int) -> Room:
         """What of the group's beginning is there already, and how many blocks are missing for the rest, if any. Held KV
         makes room, and a group that does not fit even alone is recomputed, and then split."""
@@ -353,14 +181,6 @@ class Scheduler:
             else:
                 self._wait(group.split(len(group.requests) - 1))
 
-    def _bring_back(self, group: SequenceGroup, step: SchedulerOutput) -> None:
-        """The group goes on where it was swapped out."""
-        step.swap_in.update(self.swap.swap_in(group))
-        group.status = RequestStatus.RUNNING
-        for request in group.requests:
-            request.status = RequestStatus.RUNNING
-            request.num_published_blocks = 0
-
     def _start(self, group: SequenceGroup, table: BlockTable) -> None:
         """The first sequence begins with the blocks of `table`; the others follow when they can fork it."""
         leader, *others = group.requests
@@ -376,12 +196,13 @@ class Scheduler:
             other.fork_of = leader
         self._fork_followers(leader)
 
-    def _fork_followers(self, leader: Request) -> None:
-        group = leader.group
-        if len(group.requests) > 1 and leader.num_computed_tokens >= group.num_common_tokens:
-            for other in group.requests:
-                if other.fork_of is leader:
-                    _share(leader, other, group.num_common_tokens)
+    def _bring_back(self, group: SequenceGroup, step: SchedulerOutput) -> None:
+        """The group goes on where it was swapped out."""
+        step.swap_in.update(self.swap.swap_in(group))
+        group.status = RequestStatus.RUNNING
+        for request in group.requests:
+            request.status = RequestStatus.RUNNING
+            request.num_published_blocks = 0
 
     def _grow(self, request: Request, num_new: int, step: SchedulerOutput) -> bool:
         """Gives a request blocks for its next `num_new` tokens; the newest make room. False if it had to go itself."""
@@ -428,58 +249,6 @@ class Scheduler:
             request.num_preemptions += 1
             self.num_preemptions += 1
 
-    def _stop(self, group: SequenceGroup, status: RequestStatus) -> None:
-        group.status = status
-        for request in group.requests:
-            request.status = status
-            if status is RequestStatus.PREEMPTED:
-                _forget_computed(request)
-
     def _is_drained(self) -> bool:
         """Whether those who run wait for no more than their last tokens, and nobody waits for nothing."""
         return all(r.is_all_computed for r in self.requests(self.running)) and bool(self.running or not self.waiting)
-
-    def _run(self, group: SequenceGroup) -> None:
-        self.running = put_in_line(self.running, group)
-
-    def _wait(self, group: SequenceGroup) -> None:
-        self.waiting = put_in_line(self.waiting, group)
-
-    def _leave_group(self, request: Request) -> None:
-        group = request.group
-        queue = self.running if group.status is RequestStatus.RUNNING else self.waiting
-        group.requests.remove(request)
-        if not group.requests:
-            group.status = RequestStatus.FINISHED
-            del queue[group.name]
-        followers = [other for other in group.requests if other.fork_of is request]
-        if followers:  # the next one goes first now, from the start
-            leader = followers[0]
-            is_swapped = group.status is RequestStatus.SWAPPED
-            leader.block_table = self.swap.new_table() if is_swapped else self.kv.new_table()
-            for other in followers:
-                other.fork_of = None if other is leader else leader
-
-
-def _share(parent: Request, child: Request, num_tokens: int) -> None:
-    """Lets `child` go on from the parent's first `num_tokens` tokens."""
-    num_full = num_tokens // parent.block_table.block_size
-    child.block_table = parent.block_table.fork(num_tokens)
-    child.num_computed_tokens = num_tokens
-    child.block_names = parent.block_names[:num_full]
-    child.num_published_blocks = min(parent.num_published_blocks, num_full)
-    child.fork_of = None
-
-
-def _forget_computed(request: Request) -> None:
-    """Takes all that it has in the pool, or in the host pool, from a request."""
-    if not request.block_table.is_freed:
-        request.block_table.free()
-    request.num_computed_tokens = request.num_published_blocks = 0
-    request.fork_of = None
-
-
-def _forget_pending(request: Request) -> None:
-    while request.token_ids[-1] < 0:  # as many as are there, for an interrupt may have come between
-        request.token_ids.pop()
-    request.num_pending_tokens = 0
