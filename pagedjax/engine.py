@@ -49,7 +49,7 @@ class LLMEngine:
         self._request_numbers = count()
         self._deferred: dict[str, RequestOutput] = {}
         self._keeping: dict[str, list[Request]] = {}
-        self._is_interrupted = False
+        self._is_interrupted = self._is_stepping = False
         self._in_flight: LaunchedStep | None = None
         self.clock: Callable[[], float] = time.monotonic
         """Seconds, for priorities that age."""
@@ -205,6 +205,8 @@ class LLMEngine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state; its last output, or None if no unfinished request has this id."""
         output = self.outputs.abort(request_id, self.scheduler)
+        if not self._is_stepping:  # else blocks may be on their way back
+            self._forget_swapped()
         self._num_finished += output is not None
         if output is not None:
             self._deliver(output)
@@ -228,6 +230,7 @@ class LLMEngine:
         outputs = self.outputs.leftovers(self.scheduler) if self._is_interrupted else []
         steps: list[LaunchedStep] = []
         with self._recovering():
+            self._forget_swapped()
             scheduled = self.scheduler.schedule()
             if scheduled.swap_out:  # which a step that computes nothing may have, too
                 self.runner.swap_out(scheduled.swap_out)
@@ -318,6 +321,7 @@ class LLMEngine:
     def _recovering(self) -> Iterator[None]:
         """After an exception all KV is computed again. The step's, and with a donated pool all KV, is gone; the tokens
         are not, but for those in flight, which will be the same."""
+        self._is_stepping = True
         try:
             yield
         except BaseException:
@@ -325,6 +329,13 @@ class LLMEngine:
             self._recompute_all()
             self._is_interrupted = True
             raise
+        finally:
+            self._is_stepping = False
+
+    def _forget_swapped(self) -> None:
+        """Frees the host's memory of those who ended, or are recomputed after all, while they were swapped out."""
+        host = self.scheduler.swap.host
+        self.runner.host_pool.retain(host.num_used_blocks, host.ref_count)
 
     def _recompute_all(self) -> None:
         """For all KV is lost, or of no use any more. Queues and blocks may be in any state: they are made anew."""

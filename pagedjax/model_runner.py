@@ -199,7 +199,7 @@ class ModelRunner:
         for batch in tqdm(list(self.padding_batches()), desc="compiling", unit="program", disable=not progress):
             jax.block_until_ready(self.run(batch))
             if self.config.num_decode_steps > 1 and batch.attn.max_query_len == 1:
-                self.run_decodes(batch, build_decode_rows([1], [], len(batch.logits_indices)))
+                self.run_decodes(batch, build_decode_rows([2], [], len(batch.logits_indices)))
             if self.config.async_scheduling:
                 feed_tokens(jnp.asarray(batch.token_ids), self._last_tokens)
             for num_rows in self.config.extras_buckets_for(len(batch.token_ids)) if extras else ():
@@ -298,7 +298,7 @@ class ModelRunner:
 
     def _new_kv_cache(self) -> KVCache:
         model = self.model.config
-        return init_kv_cache(
+        cache = init_kv_cache(
             num_layers=model.num_layers,
             num_blocks=self.config.num_blocks,
             block_size=self.config.block_size,
@@ -306,6 +306,9 @@ class ModelRunner:
             head_dim=model.head_dim,
             dtype=self.kv_dtype,
         )
+        # Where the params are, for good: what comes back from the host is, and other programs would compile for it.
+        devices = getattr(jax.tree.leaves(self.params)[0], "devices", jax.local_devices)()
+        return jax.device_put(cache, next(iter(devices)))
 
 
 _read_out = jax.jit(read_out, static_argnums=0)

@@ -47,10 +47,10 @@ class SharedEngine:
         """Computes one step and hands out what it gave."""
         with self:
             while self._to_add:
-                inbox, *request = self._to_add.popleft()
+                inbox, prompt, params, options = self._to_add.popleft()
                 try:
                     if not inbox.is_closed:
-                        self._add(inbox, *request)
+                        self._add(inbox, prompt, params, options)
                 except Exception as error:  # noqa: BLE001 (raised where this one's outputs are read, and only there)
                     inbox.error = error
             for output in self._engine.step():

@@ -70,6 +70,15 @@ class DeviceError(Exception):
     """What a step raises that is told to fail."""
 
 
+class FakeHostPool(dict):
+    """Rows of token ids by host block."""
+
+    def retain(self, num_used: int, is_used: Any) -> None:
+        for host in [host for host in self if not is_used(host)]:
+            del self[host]
+        assert len(self) == num_used
+
+
 class FakeRunner(ModelRunner):
     """What a `ModelRunner` is to the engine."""
 
@@ -80,7 +89,7 @@ class FakeRunner(ModelRunner):
         self.engine: LLMEngine | None = None
         self.fails = False
         """Whether the next step raises, and loses the pool."""
-        self.host_pool: Any = {}
+        self.host_pool: Any = FakeHostPool()
         self.last_tokens = np.zeros(0, np.int32)
         self.num_copies = 0
         self.num_tokens = 0

@@ -10,6 +10,7 @@ import pytest
 from pagedjax import compilation_cache
 from pagedjax.compilation_cache import MIN_FREE_BYTES, use_compilation_cache
 
+CONFIG: Any = jax.config
 OPTIONS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
@@ -34,15 +35,15 @@ def nothing_chosen() -> Iterator[None]:
 def test_programs_are_kept_in_the_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEDJAX_CACHE", str(tmp_path / "cache"))
     use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache" / "programs")
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+    assert CONFIG.jax_compilation_cache_dir == str(tmp_path / "cache" / "programs")
+    assert CONFIG.jax_persistent_cache_min_compile_time_secs == 0
     assert list((tmp_path / "cache" / "programs").iterdir()) == []
 
 
 def test_the_users_own_choice_stays(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    assert CONFIG.jax_compilation_cache_dir == str(tmp_path)
 
 
 def test_a_full_disk_is_said_and_not_written_to(tmp_path, monkeypatch):
@@ -50,7 +51,7 @@ def test_a_full_disk_is_said_and_not_written_to(tmp_path, monkeypatch):
     monkeypatch.setattr(compilation_cache.shutil, "disk_usage", lambda _: Usage(MIN_FREE_BYTES - 1))
     with pytest.warns(UserWarning, match=r"its disk has 64 MiB left.*set PAGEDJAX_CACHE to another folder"):
         use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir is None
+    assert CONFIG.jax_compilation_cache_dir is None
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):
@@ -58,7 +59,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEDJAX_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.warns(UserWarning, match="Not a directory"):
         use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir is None
+    assert CONFIG.jax_compilation_cache_dir is None
 
 
 def test_a_disk_that_is_full_later_costs_no_output(tmp_path, monkeypatch):

@@ -289,6 +289,7 @@ def assert_clean(engine: LLMEngine) -> None:
     assert scheduler.allocator.num_references == 0
     assert not any(scheduler.allocator.ref_count(block) for block in range(engine.config.num_blocks + 1))
     assert scheduler.swap.host.num_used_blocks == 0
+    assert engine.runner.host_pool.num_bytes == 0
     assert not scheduler.kv.held
     assert not scheduler.kv.pinned
     assert not engine._keeping

@@ -1,6 +1,6 @@
 """KV blocks in the host's memory, where preempted requests leave theirs: copied out of the pool and back, by tiles."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,11 @@ class HostPool:
     def clear(self) -> None:
         """Forgets all blocks."""
         self._blocks.clear()
+
+    def retain(self, num_used: int, is_used: Callable[[int], Any]) -> None:
+        """Forgets the blocks that are of no use any more; all but `num_used` are."""
+        if len(self._blocks) > num_used:
+            self._blocks = {host: block for host, block in self._blocks.items() if is_used(host)}
 
     @property
     def num_bytes(self) -> int:
