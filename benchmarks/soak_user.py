@@ -139,8 +139,8 @@ class User:
     def abort(self) -> None:
         names = [name for name in self.asked if name not in self.streams]
         if names:
-            group = self.engine.outputs.groups[name := self.rng.choice(names)]
-            status = group.requests[0].status.value if group.requests else "finished"
+            group = self.engine.outputs.groups.get(name := self.rng.choice(names))  # None: its output is yet to come
+            status = group.requests[0].status.value if group and group.requests else "finished"
             if (output := self.engine.abort(name)) is not None:
                 self.counts[f"aborted while {status}"] += 1
                 self.engine.discard_kept(name)

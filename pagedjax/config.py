@@ -3,10 +3,13 @@
 from bisect import bisect_left
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Real
+from typing import Any
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREEMPTIONS = ("recompute", "swap", "auto")
 POLICIES = ("fcfs", "priority")
+MAX_SECONDS = 1e9
 
 
 def check_positive_int(name: str, value: object) -> None:
@@ -59,10 +62,15 @@ class EngineConfig:
                 check_positive_int(field.name, getattr(self, field.name))
             elif field.type is bool and not isinstance(value := getattr(self, field.name), bool):
                 raise ValueError(f"{field.name} must be a bool, got {value!r}")
-        if self.num_swap_blocks != 0:
+        if type(self.num_swap_blocks) is not int or self.num_swap_blocks:
             check_positive_int("num_swap_blocks", self.num_swap_blocks)
-        if not 0 < self.priority_aging_s < float("inf"):
-            raise ValueError(f"priority_aging_s must be positive and finite, got {self.priority_aging_s!r}")
+        aging: Any = self.priority_aging_s if isinstance(self.priority_aging_s, Real) else 0
+        if isinstance(aging, bool) or not 0 < aging < MAX_SECONDS:
+            raise ValueError(f"priority_aging_s must be in (0, {MAX_SECONDS:g}), got {self.priority_aging_s!r}")
+        if self.num_decode_steps > self.max_model_len:
+            raise ValueError(
+                f"num_decode_steps must be at most max_model_len={self.max_model_len}, got {self.num_decode_steps}"
+            )
         choices = {"logprobs_mode": LOGPROBS_MODES, "preemption": PREEMPTIONS, "scheduling_policy": POLICIES}
         for name, values in choices.items():
             if getattr(self, name) not in values:

@@ -3,10 +3,11 @@
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import count
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ class LLMEngine:
         seed: int = 0,
     ) -> None:
         if config.preemption == "auto":
-            config = replace(config, preemption=runner.faster_preemption())
+            config = replace(config, preemption=runner.faster_preemption() if config.num_swap_blocks else "recompute")
         self.runner = runner
         self.config = config
         self.tokenizer = tokenizer
@@ -51,6 +52,7 @@ class LLMEngine:
         self._keeping: dict[str, list[Request]] = {}
         self._is_interrupted = self._is_stepping = False
         self._in_flight: LaunchedStep | None = None
+        self._unprocessed: deque[LaunchedStep] = deque()
         self.clock: Callable[[], float] = time.monotonic
         """Seconds, for priorities that age."""
         self.inboxes: dict[str, deque[RequestOutput]] = {}
@@ -87,18 +89,24 @@ class LLMEngine:
         if keeps_kv and group.search is not None:
             raise ValueError("params must be SamplingParams where KV is kept, got BeamSearchParams")
         self.outputs.add(request_id, text, group)  # may raise: it asks the tokenizer
+        requests = list(group.requests)  # `add` may split the group
         try:
             self.scheduler.add(group)
         except BaseException:
             self.outputs.discard(request_id)
             raise
         if keeps_kv:
-            self._keeping[request_id] = list(group.requests)
+            self._keeping[request_id] = requests
         self._num_prompt_tokens += len(token_ids)
         return request_id
 
     def take_kept(self, request_id: str) -> list[HeldKV]:
-        """The tokens of a request's completions and their KV, once it has ended; each can be taken once."""
+        """The tokens of a request's completions and their KV; each can be taken once.
+
+        Raises ValueError before the request has ended.
+        """
+        if request_id in self.outputs.groups:
+            raise ValueError(f"request_id: request {request_id!r} has not ended yet")
         return [request.kept or HeldKV(request.token_ids.copy()) for request in self._keeping.pop(request_id, ())]
 
     def discard_kept(self, request_id: str) -> None:
@@ -116,6 +124,7 @@ class LLMEngine:
 
     def memory_map(self) -> MemoryMap:
         """What each block of the pool holds, and for whom."""
+        self._settle()
         return build_memory_map(self.scheduler)
 
     def fork(self, request_id: str, params: SamplingParams | None = None, new_id: str | None = None) -> str:
@@ -149,7 +158,8 @@ class LLMEngine:
         child.token_ids = parent.token_ids.copy()
         child.num_known_prompt_logprobs = parent.num_known_prompt_logprobs
         child.num_cached_tokens = len(parent.prompt_token_ids)
-        self.scheduler.fork(parent, child)
+        with self._recovering():
+            self.scheduler.fork(parent, child)
         try:
             self.outputs.add_fork(new_id, parent, child)  # may raise: it asks the tokenizer
         except BaseException:
@@ -189,8 +199,12 @@ class LLMEngine:
                 f"a prefix of {len(token_ids)} tokens is longer than max_model_len={self.config.max_model_len}"
             )
         held = HeldKV(token_ids)
-        self.scheduler.pin(held)
-        self._compute_pinned(held)
+        try:
+            self.scheduler.pin(held)
+            self._compute_pinned(held)
+        except BaseException:
+            self.scheduler.kv.unpin(held)
+            raise
         return held
 
     def update_params(self, params: Any) -> None:
@@ -204,18 +218,20 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state; its last output, or None if no unfinished request has this id."""
-        output = self.outputs.abort(request_id, self.scheduler)
+        with self._recovering():
+            output = self.outputs.abort(request_id, self.scheduler)
+        if output is not None:
+            self._deferred.pop(request_id, None)  # one of before
+            self._hand_out([output])
+            self._deferred.pop(request_id, None)
         if not self._is_stepping:  # else blocks may be on their way back
             self._forget_swapped()
-        self._num_finished += output is not None
-        if output is not None:
-            self._deliver(output)
         return output
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to compute or to return."""
         has_leftovers = self._is_interrupted and any(group.finished for group in self.outputs.groups.values())
-        return self.scheduler.has_unfinished or bool(self._deferred) or has_leftovers
+        return self.scheduler.has_unfinished or bool(self._deferred or self._unprocessed) or has_leftovers
 
     def defer(self, output: RequestOutput) -> None:
         """Gives a finished request's output back, for the next `step` to return: it is for another caller."""
@@ -227,24 +243,25 @@ class LLMEngine:
         With `async_scheduling` it launches one and returns what came of the one before, which the device has computed
         meanwhile. If the step raises, every running request goes back to the queue and is computed again.
         """
-        outputs = self.outputs.leftovers(self.scheduler) if self._is_interrupted else []
-        steps: list[LaunchedStep] = []
+        self._catch_up()
         with self._recovering():
             self._forget_swapped()
             scheduled = self.scheduler.schedule()
             if scheduled.swap_out:  # which a step that computes nothing may have, too
                 self.runner.swap_out(scheduled.swap_out)
             if not scheduled or not scheduled.is_plain:  # the host needs to know the tokens first
-                steps += self._resolve()
+                self._resolve()
             if scheduled:
                 launched = launch(self.runner, scheduled, self.config, self.requests.vocab_size)
-                steps += self._resolve()
+                self._resolve()
                 self.scheduler.advance(scheduled)
                 self._in_flight = launched
                 if not self.config.async_scheduling or not scheduled.is_plain:
-                    steps += self._resolve()
-        outputs += self._process(steps)
-        return self._pop_deferred() + [output for output in outputs if not self._deliver(output)]
+                    self._resolve()
+        self._process()
+        outputs = list(self._deferred.values())
+        self._deferred.clear()
+        return outputs
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of the pool and the queues now."""
@@ -272,65 +289,72 @@ class LLMEngine:
             num_programs=self.runner.num_programs,
         )
 
-    def _deliver(self, output: RequestOutput) -> bool:
-        """Puts an output into its request's inbox; False if it has none."""
-        request_id = output.request_id
-        inbox = self.inboxes.pop(request_id, None) if output.finished else self.inboxes.get(request_id)
-        if inbox is not None:
-            inbox.append(output)
-        return inbox is not None
+    def _hand_out(self, outputs: Iterable[RequestOutput]) -> None:
+        """Puts each output into its request's inbox, or else where the end of `step` finds it."""
+        for output in outputs:
+            request_id = output.request_id
+            inbox = self.inboxes.get(request_id)
+            if inbox is None:
+                self._deferred[request_id] = output
+            else:
+                inbox.append(output)
+            if output.finished:
+                self.inboxes.pop(request_id, None)
+                self.outputs.discard(request_id)
+                self._num_finished += 1
 
-    def _pop_deferred(self) -> list[RequestOutput]:
-        outputs = list(self._deferred.values())
-        self._deferred.clear()
-        return outputs
-
-    def _resolve(self) -> list[LaunchedStep]:
+    def _resolve(self) -> None:
         """Waits for the step in flight, if there is one, and lets the scheduler know what came of it."""
         if self._in_flight is None:
-            return []
-        step, self._in_flight = self._in_flight, None
+            return
+        step = self._in_flight
         tokens = self.runner.fetch(step.tokens)[..., : len(step.scheduled.sampling)].T.tolist()
+        self._in_flight = None
+        self._unprocessed.append(step)
         step.updated = self.scheduler.resolve(step.scheduled, tokens, step.candidates, step.failed)
-        return [step]
 
-    def _process(self, steps: list[LaunchedStep]) -> list[RequestOutput]:
-        """The outputs of those that got a token or ended in these steps."""
-        outputs = []
-        self._is_interrupted = True  # until all who ended have their outputs
-        for step in steps:
-            scheduled = step.scheduled
-            searches = [group for group in scheduled.beams if group.search is not None and group.search.is_done]
-            touched = [*step.updated, *scheduled.scored, *step.failed]
-            outputs += self.outputs.process(touched, self.scheduler, step.logprobs, searches)
-            self._num_steps += 1
-            self._num_output_tokens += len(step.updated) + sum(len(group.requests) for group in scheduled.beams)
-        self._is_interrupted = False
-        self._num_finished += sum(output.finished for output in outputs)
-        return outputs
+    def _process(self) -> None:
+        """Makes and hands out the outputs of those that got a token or ended in the steps that were resolved."""
+        with self._recovering():
+            while self._unprocessed:
+                step = self._unprocessed[0]
+                scheduled, logprobs, step.logprobs = step.scheduled, step.logprobs, None
+                searches = [group for group in scheduled.beams if group.search is not None and group.search.is_done]
+                touched = [*step.updated, *scheduled.scored, *step.failed]
+                self._hand_out(self.outputs.process(touched, self.scheduler, logprobs, searches))
+                self._num_steps += 1
+                self._num_output_tokens += len(step.updated) + sum(len(group.requests) for group in scheduled.beams)
+                self._unprocessed.popleft()
+
+    def _catch_up(self) -> None:
+        """After an exception: the outputs that it kept from being made."""
+        if self._is_interrupted:
+            self._process()
+            with self._recovering():
+                self._hand_out(self.outputs.leftovers(self.scheduler))
+            self._is_interrupted = False
 
     def _settle(self) -> None:
         """Waits for the step in flight: all tokens are known. The next `step` returns the outputs."""
+        self._catch_up()
         with self._recovering():
-            steps = self._resolve()
-        for output in self._process(steps):
-            if not self._deliver(output):
-                self._deferred[output.request_id] = output
+            self._resolve()
+        self._process()
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
         """After an exception all KV is computed again. The step's, and with a donated pool all KV, is gone; the tokens
         are not, but for those in flight, which will be the same."""
-        self._is_stepping = True
+        was_stepping, self._is_stepping = self._is_stepping, True
         try:
             yield
         except BaseException:
+            self._is_interrupted = True
             self.runner.restore_kv_cache()
             self._recompute_all()
-            self._is_interrupted = True
             raise
         finally:
-            self._is_stepping = False
+            self._is_stepping = was_stepping
 
     def _forget_swapped(self) -> None:
         """Frees the host's memory of those who ended, or are recomputed after all, while they were swapped out."""
@@ -340,8 +364,8 @@ class LLMEngine:
     def _recompute_all(self) -> None:
         """For all KV is lost, or of no use any more. Queues and blocks may be in any state: they are made anew."""
         self._in_flight = None
-        groups = [request.group for each in self.outputs.groups.values() for request in each.requests]
-        self.scheduler.restart({group: None for group in groups if group.requests})
+        requests = [request for each in self.outputs.groups.values() for request in each.requests]
+        self.scheduler.restart(request for request in requests if not request.is_finished)
         for held in self.scheduler.kv.pinned:
             self._compute_pinned(held)
 
@@ -364,10 +388,10 @@ class LLMEngine:
 
     def _rank(self, priority: int) -> float:
         """Each level of priority counts as if the request had come so much later."""
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"priority must be an int, got {priority!r:.80}")
+        if isinstance(priority, bool) or not isinstance(priority, Integral) or abs(priority) >= 2**31:
+            raise ValueError(f"priority must be an int of 32 bits, got {priority!r:.80}")
         if self.config.scheduling_policy == "priority":
-            return self.clock() + priority * self.config.priority_aging_s
+            return self.clock() + int(priority) * self.config.priority_aging_s
         if priority:
             raise ValueError(f'priority={priority} needs scheduling_policy="priority", this engine has "fcfs"')
         return 0.0

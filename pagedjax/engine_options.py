@@ -19,10 +19,14 @@ CPU_BLOCK_SIZE, BLOCK_SIZE = 64, 16
 twice the rate of 4 KiB (docs/decisions.md)."""
 
 
-def check_options(sizes: Mapping[str, Any], seed: Any, gpu_memory_utilization: Any) -> None:
-    """Raises ValueError for a bad option, before the checkpoint is loaded."""
+def check_options(sizes: Mapping[str, Any], choices: Mapping[str, Any], seed: Any, gpu_memory_utilization: Any) -> None:
+    """Raises ValueError for a bad option, before the checkpoint is looked at.
+
+    `choices` are those fields of `EngineConfig` that are no sizes.
+    """
     for name, value in sizes.items():
         check_positive_int(name, value)
+    EngineConfig(num_blocks=1, max_model_len=2**31, **choices)
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise ValueError(f"seed must be an int, got {seed!r}")
     share: Any = gpu_memory_utilization if isinstance(gpu_memory_utilization, Real) else 0
@@ -87,4 +91,6 @@ def decide_options(
     config = replace(config, num_blocks=num_blocks)
     if num_swap_blocks is None and preemption in ("swap", "auto"):
         num_swap_blocks = num_swap_blocks_that_fit(model, config, dtype, memory, weight_bytes)
+    if preemption == "swap" and not num_swap_blocks:
+        raise ValueError(f'num_swap_blocks must be at least 1 with preemption="swap", got {num_swap_blocks}')
     return replace(config, num_swap_blocks=num_swap_blocks or 0)

@@ -122,6 +122,8 @@ class LLM:
             sampling (penalties, masks, log-probabilities) does so anyway, unless it is "all".
           progress: show bars for loading and compiling on stderr.
         """
+        if not (isinstance(warm_up, bool) or warm_up == "all"):
+            raise ValueError(f'warm_up must be True, False or "all", got {warm_up!r}')
         if isinstance(model, LlamaForCausalLM):
             if params is None:
                 raise ValueError("params: a model that is passed as a module needs its params as well")
@@ -335,9 +337,12 @@ class LLM:
         with self._shared:
             kv = self.engine.pin(self.engine.requests.tokenize(prompt)[1])
         try:
-            while kv.block_table.is_freed:
-                if kv.computed_by is not None and kv.computed_by.is_finished:
-                    raise RuntimeError("the computation of the prefix was aborted")
+            while True:
+                with self._shared:  # or another's step may be in the middle of recomputing it
+                    if not kv.block_table.is_freed:
+                        break
+                    if kv.computed_by is not None and kv.computed_by.is_finished:
+                        raise RuntimeError("the computation of the prefix was aborted")
                 self._shared.step()
         except BaseException:
             self._handle(kv).free()

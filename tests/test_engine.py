@@ -101,10 +101,12 @@ def test_b01_blocks_of_one_token():
         assert output.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("fill", [0.0, np.nan])
 @pytest.mark.parametrize(("budget", "num_blocks"), [(24, 9), (3, 8)])  # with chunks of 3 the peak is 8 blocks
-def test_b06_a_preempted_request_replays_its_outputs(budget, num_blocks, fill):
-    engine = tiny_engine(num_blocks, max_num_batched_tokens=budget, tokenizer=ascii_tokenizer())
+def test_b06_a_preempted_request_replays_its_outputs(budget, num_blocks, fill, enable_prefix_caching):
+    options = {"max_num_batched_tokens": budget, "enable_prefix_caching": enable_prefix_caching}
+    engine = tiny_engine(num_blocks, tokenizer=ascii_tokenizer(), **options)
     fill_pool(engine, fill)
     prompts = {str(i): prompt_of(10, i) for i in range(2)}
     for name, prompt in prompts.items():
@@ -210,9 +212,10 @@ def test_b16_generate_does_not_hang():
     assert len(output.outputs[0].token_ids) == 7
 
 
+@pytest.mark.parametrize("options", [{}, {"preemption": "swap", "num_swap_blocks": 20}])
 @pytest.mark.parametrize("num_blocks", [6, 5])
-def test_b17_no_livelock(num_blocks):
-    engine = tiny_engine(num_blocks)
+def test_b17_no_livelock(num_blocks, options):
+    engine = tiny_engine(num_blocks, **options)
     for i in range(4):
         engine.add_request(prompt_of(8, i), greedy(12), str(i))
     oldest = waiting(engine)[0]
@@ -297,7 +300,11 @@ def test_b20_abort_in_every_state(state, n, moment, monkeypatch):
         engine.runner.copy_blocks(scheduled.copies)
         sampled = engine.runner.run(batch)
         updated = engine.scheduler.update(scheduled, sampled[: len(scheduled.sampling)])
-        seen += engine.outputs.process(updated, engine.scheduler)
+        outputs = engine.outputs.process(updated, engine.scheduler)
+        for output in outputs:
+            if output.finished:
+                engine.outputs.discard(output.request_id)
+        seen += outputs
     else:
         run = engine.runner.run
 
@@ -763,7 +770,7 @@ def test_a_request_whose_text_cannot_be_made_is_not_queued_by_half():
     assert_clean(engine)
 
 
-def test_a_detokenizer_that_fails_ends_one_request(monkeypatch):
+def test_b67_a_detokenizer_that_fails_ends_one_request(monkeypatch):
     engine = tiny_engine(tokenizer=ascii_tokenizer())
     for i in range(3):
         engine.add_request(prompt_of(5, i), greedy(3), str(i))
@@ -819,6 +826,12 @@ def test_an_interrupt_while_tokens_are_handed_out(monkeypatch):
         ("gpu_memory_utilization", "x"),
         ("seed", None),
         ("seed", 1.5),
+        ("max_num_seqs", None),
+        ("preemption", "x"),
+        ("num_swap_blocks", False),
+        ("num_swap_blocks", -1),
+        ("scheduling_policy", "x"),
+        ("num_decode_steps", 10**9),
     ],
 )
 def test_a_wrong_option_is_named(name, value):

@@ -154,7 +154,7 @@ def only_one_row(logits, state):
     return logits
 
 
-def test_a_function_that_fails_in_a_step_ends_its_requests_alone():
+def test_b67_a_function_that_fails_in_a_step_ends_its_requests_alone():
     def fails_at_3(logits, state):
         def check(step):
             if (step == 3).any():

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from fake_device import completion_reference, fake_engine, greedy, run
 from tiny_engine import greedy as tiny_greedy
-from tiny_engine import prompt_of, reference, tiny_llm, unchecked_engine
+from tiny_engine import prompt_of, reference, tiny_llm, unchecked, unchecked_engine
 
 from pagedjax.engine import LLMEngine
+from pagedjax.llm import LLM
 
 AGING_S = 10.0
 
@@ -84,6 +85,20 @@ def test_nobody_is_preempted_for_one_who_would_not_fit_even_then():
         time.step()
 
 
+def test_nobody_is_preempted_for_blocks_that_others_hold_too():
+    time = VirtualTime(num_blocks=16, max_num_seqs=8)
+    prompt = list(range(24))
+    for name, priority in (("first", 0), ("second", 5)):
+        time.engine.add_request(prompt, greedy(8), name, priority=priority)
+        time.step()
+    assert time.engine.scheduler.allocator.num_references > time.engine.scheduler.allocator.num_used_blocks
+    time.engine.add_request([30] * 44, greedy(4), "large", priority=1)
+    time.step()
+    assert time.engine.stats().num_preemptions == 0
+    while time.engine.has_unfinished():
+        time.step()
+
+
 def test_whoever_waits_is_not_overtaken_for_ever():
     """The bound: with levels l and l + d, by those that arrive at most d x aging later, and by no others."""
     time = VirtualTime(max_num_seqs=1)
@@ -143,11 +158,26 @@ def test_first_come_first_served_has_no_priorities():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("scheduling_policy", "lifo"), ("priority_aging_s", 0.0), ("priority_aging_s", float("nan")), ("preemption", "x")],
+    [
+        ("scheduling_policy", "lifo"),
+        ("priority_aging_s", 0.0),
+        ("priority_aging_s", float("nan")),
+        ("priority_aging_s", "x"),
+        ("priority_aging_s", True),
+        ("preemption", "x"),
+        ("num_swap_blocks", False),
+    ],
 )
 def test_a_wrong_option_is_named(name, value):
     with pytest.raises(ValueError, match=name):
         unchecked_engine(**{name: value})
+
+
+def test_a_wrong_option_is_named_before_the_model_is_looked_at():
+    with pytest.raises(ValueError, match="preemption must be one of"):
+        LLM("no/such-model", preemption="x")
+    with pytest.raises(ValueError, match='warm_up must be True, False or "all"'):
+        unchecked("pagedjax.llm").LLM("no/such-model", warm_up="no")
 
 
 def test_llm_takes_priorities():

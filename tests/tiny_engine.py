@@ -260,7 +260,9 @@ def step_with_logits(engine: LLMEngine) -> dict[str, np.ndarray]:
     hidden, runner.kv_cache = paged_step(CONFIG, runner.params, batch, runner.kv_cache)
     tokens, logits = map(np.asarray, _head(runner.params, hidden, batch))
     updated = engine.scheduler.update(scheduled, tokens[: len(scheduled.sampling)])
-    engine.outputs.process(updated, engine.scheduler)
+    for output in engine.outputs.process(updated, engine.scheduler):
+        if output.finished:
+            engine.outputs.discard(output.request_id)
     return {request.request_id: logits[row] for row, request in enumerate(scheduled.sampling)}
 
 

@@ -41,7 +41,11 @@ def plan_memory(
     """
     names = ("block_size", "num_blocks", "max_num_batched_tokens", "max_model_len", "max_num_seqs")
     sizes = {name: options[name] for name in names} | {"num_requests": num_requests, "context": context}
-    check_options({name: value for name, value in sizes.items() if value is not None}, seed, gpu_memory_utilization)
+    sizes = {name: value for name, value in sizes.items() if value is not None or name == "max_num_seqs"}
+    choices = {name: value for name, value in options.items() if name not in names}
+    if options["num_swap_blocks"] is None:
+        del choices["num_swap_blocks"]
+    check_options(sizes, choices, seed, gpu_memory_utilization)
     if dtype != "auto":
         check_float_dtype(dtype)
     memory = memory_for(platform, memory_bytes, float(gpu_memory_utilization))

@@ -54,6 +54,7 @@ class Ledger:
         """Ends a request and frees its blocks. One that has ended already only gets the new reason: its last token may
         have reached the length limit and completed a stop string as well. With `num_outputs` it has no more tokens
         than these."""
+        request.finish_reason, request.stop_reason = reason, stop_reason  # first of all: see `restart`
         forget_pending(request)
         if num_outputs is not None:
             del request.token_ids[len(request.prompt_token_ids) + num_outputs :]
@@ -67,8 +68,6 @@ class Ledger:
             request.status = RequestStatus.FINISHED
         elif num_outputs is not None and request.kept is not None:
             self.kv.shorten(request.kept, request.num_tokens)
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
 
     def update(
         self,
@@ -128,10 +127,13 @@ class Ledger:
             del token_ids[-num_tokens:]
             request.num_pending_tokens = 0
             for token_id in map(int, tokens[:num_tokens] if scheduled.num_decodes else (tokens,)):
+                is_stop = token_id in request.eos_token_ids or token_id in request.stop_token_ids
+                is_last = is_stop or len(token_ids) + 1 >= request.max_num_tokens
+                if is_last:  # before it has the token, so that no interrupt comes between: see `restart`
+                    request.finish_reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
                 token_ids.append(token_id)
                 updated.append(request)
-                is_stop = token_id in request.eos_token_ids or token_id in request.stop_token_ids
-                if is_stop or len(token_ids) >= request.max_num_tokens:
+                if is_last:
                     self._end(request, token_id)
                     break
         return updated
@@ -147,30 +149,47 @@ class Ledger:
     def preempt_all(self) -> None:
         """Sends everything that runs back to wait, to be recomputed, and forgets all other KV: it is of no use any
         more."""
-        self.restart([*self.running.values(), *self.waiting.values()])
+        self.restart([*self.requests(self.running), *self.requests(self.waiting)])
 
-    def restart(self, groups: Iterable[SequenceGroup]) -> None:
-        """Begins again with `groups`, all that have not ended, and an empty pool, whatever the state is: after a failed
-        step, or an interrupt in the middle of `schedule` or `update`."""
+    def restart(self, unfinished: Iterable[Request]) -> None:
+        """Begins again with all requests that have not ended and an empty pool, whatever the state is: after a failed
+        step, or an interrupt in the middle of anything. Groups are made anew from their members, and who was about to
+        end does so."""
         self.kv.restart()
         self.swap.host.reset()
         self.running.clear()
         self.waiting.clear()
-        for group in sorted(groups, key=attrgetter("arrival")):
-            self.waiting[group.name] = group
-            if group.search is not None:
-                restore_beams(group)
-            for request in group.requests:
-                is_running = request.status is RequestStatus.RUNNING
-                request.num_preemptions += is_running
-                self.num_preemptions += is_running
-                request.block_table = NO_BLOCKS
-                request.block_names.clear()
-                forget_pending(request)
-            self._stop(group, RequestStatus.PREEMPTED)
+        members: dict[SequenceGroup, list[Request]] = {}
+        for request in unfinished:
+            members.setdefault(request.group, []).append(request)
+        for group, requests in members.items():
+            group.requests = sorted(requests, key=attrgetter("arrival"))
+        for group in sorted(members, key=attrgetter("arrival")):
+            self._restart_group(group)
+
+    def _restart_group(self, group: SequenceGroup) -> None:
+        self.waiting[group.name] = group
+        if group.search is not None:
+            restore_beams(group)
+        for request in group.requests:
+            is_running = request.status is RequestStatus.RUNNING
+            request.num_preemptions += is_running
+            self.num_preemptions += is_running
+            request.block_table = NO_BLOCKS
+            request.block_names.clear()
+            forget_pending(request)
+        self._stop(group, RequestStatus.PREEMPTED)
+        for request in list(group.requests):
             if group.search is not None and group.search.is_done:
-                for request in list(group.requests):
-                    self.finish(request, FinishReason.STOP)
+                self.finish(request, FinishReason.STOP)
+            elif request.finish_reason is None:
+                continue
+            elif is_about_to_end(request):
+                self._end(request, request.token_ids[-1])
+            elif request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.stop_reason is None:
+                request.finish_reason = None  # its last token is lost, and will be sampled again
+            else:
+                self.finish(request, request.finish_reason, request.stop_reason)
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""
@@ -238,6 +257,13 @@ def forget_computed(request: Request) -> None:
         request.block_table.free()
     request.num_computed_tokens = request.num_published_blocks = 0
     request.fork_of = None
+
+
+def is_about_to_end(request: Request) -> bool:
+    """Whether its last token is one that ends it."""
+    last = request.token_ids[-1]
+    is_stop = last in request.eos_token_ids or last in request.stop_token_ids
+    return request.generates and (is_stop or request.num_tokens >= request.max_num_tokens)
 
 
 def forget_pending(request: Request) -> None:

@@ -4,8 +4,9 @@ There is no prefill and no decode phase. Each request's `num_computed_tokens` ca
 token for a decode, by a chunk for a prompt or for what a preemption threw away, all within one token budget per step.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from itertools import islice
+from itertools import chain, islice
 
 from pagedjax.blocks.table import BlockTable
 from pagedjax.scheduling.group import SequenceGroup
@@ -123,18 +124,20 @@ class Scheduler(Ledger):
         if first is None or not behind:
             return num_seqs
         num_rows = num_seqs + first.max_num_seqs - self.config.max_num_running
+        if num_rows > sum(group.max_num_seqs for group in behind):
+            return num_seqs
         num_missing = self._find_room(first, num_seqs).num_missing
-        num_freed, victims = 0, []
+        num_victims, num_freed, held = 0, 0, Counter[int]()
         for group in behind:
             if num_rows <= 0 and num_missing <= num_freed:
                 break
-            num_rows -= group.max_num_seqs
-            num_freed += sum(len(request.block_table) for request in group.requests)
-            victims.append(group)
+            num_victims, num_rows = num_victims + 1, num_rows - group.max_num_seqs
+            for block in chain.from_iterable(request.block_table.blocks for request in group.requests):
+                held[block] += 1
+                num_freed += held[block] == self.allocator.ref_count(block)  # nobody else has it
         if num_rows <= 0 and num_missing <= num_freed:
-            for group in victims:
-                num_seqs -= group.max_num_seqs
-                self._preempt_last(step)
+            for _ in range(num_victims):
+                num_seqs -= self._preempt_last(step).max_num_seqs
         return num_seqs
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int, num_seqs: int) -> None:

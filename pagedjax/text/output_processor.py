@@ -50,6 +50,9 @@ class _Group:
     beams: SequenceGroup | None = None
     """Whose outputs are those of its search; then `completions` is just its first sequence, for the prompt."""
 
+    is_discarded: bool = False
+    """Whether its last output was taken."""
+
     @property
     def requests(self) -> list[Request]:
         """Its sequences; those of a search that have not ended."""
@@ -62,6 +65,16 @@ class _Group:
     @property
     def finished(self) -> bool:
         return all(request.is_finished for request in self.requests)
+
+    @property
+    def has_new_tokens(self) -> bool:
+        """Whether any completion has tokens that its text does not have yet."""
+        return self.beams is None and any(
+            each.detokenizer is not None
+            and not each.detokenizer.is_finished
+            and each.detokenizer.num_tokens < len(each.request.output_token_ids)
+            for each in self.completions
+        )
 
     def output(self, outputs: list[CompletionOutput] | None = None) -> RequestOutput:
         first = self.completions[0]
@@ -110,8 +123,10 @@ class OutputProcessor:
 
     def discard(self, request_id: str) -> None:
         """Forgets what `add` registered."""
-        if (group := self.groups.pop(request_id, None)) is not None:
+        if (group := self.groups.get(request_id)) is not None:
+            group.is_discarded = True
             self._forget(group)
+            del self.groups[request_id]
 
     def process(
         self,
@@ -123,7 +138,7 @@ class OutputProcessor:
         """Adds each request's newest token to its text and ends those that complete a stop string.
 
         Returns one output per user's request that got a token or ended, in that order, and then those of `searches`,
-        which have ended.
+        which have ended. Whoever takes them discards those that are finished.
         """
         touched: dict[_Group, None] = {}
         if logprobs is not None:
@@ -153,12 +168,13 @@ class OutputProcessor:
         return [self._output(group) for group in touched]
 
     def leftovers(self, scheduler: Scheduler) -> list[RequestOutput]:
-        """The outputs of those that have ended and did not get any, as an exception came between."""
-        ended = [group for group in self.groups.values() if group.finished]
-        searches = [group.beams for group in ended if group.beams is not None]
-        return self.process(
-            [r for group in ended if not group.beams for r in group.requests], scheduler, None, searches
-        )
+        """The outputs of those that have ended, or got a token, and did not get any, as an exception came between."""
+        for group in [group for group in self.groups.values() if group.is_discarded]:
+            self.discard(group.request_id)  # which was interrupted
+        groups = [group for group in self.groups.values() if group.finished or group.has_new_tokens]
+        searches = [group.beams for group in groups if group.beams is not None]
+        requests = [request for group in groups if group.beams is None for request in group.requests]
+        return self.process(requests, scheduler, None, searches)
 
     def abort(self, request_id: str, scheduler: Scheduler) -> RequestOutput | None:
         """Ends all unfinished completions of a request: its last output, or None for an id that nobody has."""
@@ -208,10 +224,7 @@ class OutputProcessor:
         return self._texts[token_id]
 
     def _output(self, group: _Group) -> RequestOutput:
-        output = group.output(None if group.beams is None else self._beam_outputs(group))
-        if output.finished:
-            self.discard(group.request_id)
-        return output
+        return group.output(None if group.beams is None else self._beam_outputs(group))
 
     def _forget(self, group: _Group) -> None:
         self.names -= group.names
