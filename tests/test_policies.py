@@ -151,7 +151,7 @@ def test_first_come_first_served_has_no_priorities():
     engine: Any = unchecked_engine()
     with pytest.raises(ValueError, match=r'priority=1 needs scheduling_policy="priority"'):
         engine.add_request([1, 2], tiny_greedy(2), priority=1)
-    with pytest.raises(ValueError, match="priority must be an int, got 'high'"):
+    with pytest.raises(ValueError, match="priority must be an int of 32 bits, got 'high'"):
         engine.add_request([1, 2], tiny_greedy(2), priority="high")
     assert not engine.has_unfinished()
 

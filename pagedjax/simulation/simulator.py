@@ -21,6 +21,8 @@ from pagedjax.simulation.workload import MAX_TOKEN_ID, SimulatedRequest
 Observer = Callable[[float, Scheduler, SchedulerOutput], None]
 """Called with the time in seconds at which a step starts, when it has its blocks and before it ends."""
 
+SIMULATED = {"num_decode_steps": 1, "async_scheduling": False, "scheduling_policy": "fcfs"}
+"""What a simulation does not know: the other values of these fields of a config are refused."""
 NUM_IDS = MAX_TOKEN_ID + 1
 FIRST_SAMPLED_ID, LAST_ID = NUM_IDS, 2**31 - 1
 """Sampled tokens count up from the first, and prompts that are like nothing begin with ids that count down from the
@@ -43,10 +45,13 @@ def simulate(
     takes no memory but the result's, 40 bytes each. A step that starts when a request has arrived may admit it.
 
     Raises ValueError for requests that are out of order, for one that can never fit, for a step time that is not a
-    number of seconds above 0, and for a `config` whose steps give several tokens.
+    number of seconds above 0, and for a `config` with what is not simulated (`SIMULATED`, and preemption="auto").
     """
-    if config.num_decode_steps != 1:
-        raise ValueError(f"num_decode_steps must be 1 in a simulation, got {config.num_decode_steps}")
+    for name, value in SIMULATED.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{name} must be {value!r} in a simulation, got {getattr(config, name)!r}")
+    if config.preemption == "auto":
+        raise ValueError('preemption must be "recompute" or "swap" in a simulation, where nothing is measured')
     simulation = _Simulation(requests, config, step_time, observe)
     while simulation.advance():
         pass

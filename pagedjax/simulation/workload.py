@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -29,7 +30,8 @@ class SimulatedRequest:
     def __post_init__(self) -> None:
         check_float("arrival_s", self.arrival_s, 0.0, MAX_SECONDS)
         if isinstance(self.prompt, Sequence) and not isinstance(self.prompt, str | bytes):
-            if not self.prompt or min(self.prompt) < 0 or max(self.prompt) > MAX_TOKEN_ID:
+            is_ids = all(isinstance(i, Integral) and not isinstance(i, bool) for i in self.prompt)
+            if not is_ids or not self.prompt or min(self.prompt) < 0 or max(self.prompt) > MAX_TOKEN_ID:
                 raise ValueError(
                     f"prompt must be token ids in [0, {MAX_TOKEN_ID}], at least one, got {self.prompt!r:.80}"
                 )
@@ -41,7 +43,7 @@ class SimulatedRequest:
     @property
     def prompt_len(self) -> int:
         """Tokens of the prompt."""
-        return self.prompt if isinstance(self.prompt, int) else len(self.prompt)
+        return len(self.prompt) if isinstance(self.prompt, Sequence) else int(self.prompt)
 
 
 def poisson_requests(
