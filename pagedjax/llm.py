@@ -252,11 +252,13 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Answers to one conversation, a list of {"role": ..., "content": ...}, or to a list of conversations."""
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [{"prompt_token_ids": self.render_chat(conversation)} for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as prompt token ids, by the tokenizer's chat template, ready for the assistant's turn."""

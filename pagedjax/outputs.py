@@ -101,6 +101,7 @@ class EngineStats:
     prefix_cache_hit_tokens: int
     """Those of them that did not have to be computed."""
     num_preemptions: int
+    """Sequences that lost their blocks: to make room, or with a step that failed or was interrupted."""
     num_swap_blocks: int
     """Blocks of the host pool."""
     num_free_swap_blocks: int

@@ -176,7 +176,9 @@ def _bytes_in(text: str) -> int:
     if match is None:
         raise ValueError(f"--memory: got {text!r}, expected a number of bytes with a unit, such as 80GiB or 141GB")
     number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    if not unit:
+        raise ValueError(f"--memory: got {text!r}, expected a unit as well, such as 80GiB or 141GB")
+    return int(float(number) * (1024 if binary else 1000) ** "-KMGT".index(unit.upper()))
 
 
 @contextlib.contextmanager

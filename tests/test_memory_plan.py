@@ -514,10 +514,15 @@ def test_the_command_says_what_is_wrong_in_one_line(arguments, words):
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [("80GiB", 80 * GIB), ("141GB", 141 * 10**9), ("1.5 tib", 3 * 2**39), ("512", 512)]
+    ("text", "num_bytes"), [("80GiB", 80 * GIB), ("141GB", 141 * 10**9), ("1.5 tib", 3 * 2**39), ("512KB", 512_000)]
 )
 def test_sizes_on_the_command_line(text, num_bytes):
     assert cli._bytes_in(text) == num_bytes
+
+
+def test_a_size_without_a_unit_is_refused():
+    with pytest.raises(ValueError, match="expected a unit as well"):
+        cli._bytes_in("80")
 
 
 def test_plan_memory_gives_the_opened_checkpoint(tmp_path):

@@ -50,6 +50,8 @@ def simulate(
     for name, value in SIMULATED.items():
         if getattr(config, name) != value:
             raise ValueError(f"{name} must be {value!r} in a simulation, got {getattr(config, name)!r}")
+    if config.preemption == "swap" and not config.num_swap_blocks:
+        raise ValueError('num_swap_blocks must be at least 1 with preemption="swap", got 0')
     if config.preemption == "auto":
         raise ValueError('preemption must be "recompute" or "swap" in a simulation, where nothing is measured')
     simulation = _Simulation(requests, config, step_time, observe)
