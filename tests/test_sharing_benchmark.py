@@ -118,7 +118,8 @@ def test_a_clock_leaves_the_engine_as_it_was():
         def call(self) -> int:
             return 2
 
-        schedule = update = process = run = run_with = copy_blocks = call
+        schedule = advance = resolve = process = call
+        run = run_decodes = run_with = fetch = copy_blocks = swap_out = swap_in = call
 
     class Engine:
         def __init__(self) -> None:
