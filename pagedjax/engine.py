@@ -221,9 +221,8 @@ class LLMEngine:
         with self._recovering():
             output = self.outputs.abort(request_id, self.scheduler)
         if output is not None:
-            self._deferred.pop(request_id, None)  # one of before
             self._hand_out([output])
-            self._deferred.pop(request_id, None)
+            self._deferred.pop(request_id, None)  # nor one of before: this call returns the last
         if not self._is_stepping:  # else blocks may be on their way back
             self._forget_swapped()
         return output

@@ -11,17 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parents[1]
-
-
-def load(name: str) -> Any:
-    """A module of `benchmarks`: scripts, which import each other as neighbours."""
-    folder = str(ROOT / "benchmarks")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(name)
-
+from benchmark_scripts import ROOT, load
 
 SHAPES: dict[str, Any] = load("measured_shapes").SHAPES
 

@@ -456,6 +456,21 @@ def test_b74_a_failed_step_is_recomputed(failure, num_steps_before, monkeypatch)
     assert output.outputs[0].token_ids == naive_greedy(prompts["0"], 4)
 
 
+def test_b74_a_pool_whose_step_failed_unwaited_for_is_made_anew(monkeypatch):
+    """The arrays are there, and waiting for them raises the step's error, as on a GPU; a CPU raises it in the call."""
+    engine = tiny_engine()
+    runner, old = engine.runner, engine.runner.kv_cache
+    runner.restore_kv_cache()
+    assert runner.kv_cache is old
+
+    def fails(_: Any) -> Any:
+        raise RuntimeError("in the middle of a step")
+
+    monkeypatch.setattr(jax, "block_until_ready", fails)
+    runner.restore_kv_cache()
+    assert runner.kv_cache is not old
+
+
 def test_b74_keys_and_values_share_no_array():
     cache = init_kv_cache(num_layers=3, num_blocks=4, block_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.float32)
     pools = jax.tree.leaves(cache)

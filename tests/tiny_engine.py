@@ -6,7 +6,7 @@ Compiled programs are shared by all tests of a process that have the same shapes
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmark_scripts import load
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -26,38 +27,21 @@ from pagedjax.kv_cache import KVCache
 from pagedjax.llm import LLM
 from pagedjax.model_input import ModelInput
 from pagedjax.model_runner import ModelRunner
-from pagedjax.models.config import ModelConfig, RopeConfig
+from pagedjax.models.config import ModelConfig
 from pagedjax.models.llama import LlamaForCausalLM, paged_step
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling.params import SamplingParams
 from pagedjax.sampling.sampler import sample
 
-VOCAB_SIZE = 128
 POOL_BLOCKS = 64
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 MAX_NUM_SEQS = 8
 BUDGET = 24
 
-CONFIG = ModelConfig(
-    model_type="llama",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
-    tie_word_embeddings=False,
-    attention_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    dtype="float32",
-)
+tiny_model = load("tiny_model")
+VOCAB_SIZE: int = tiny_model.VOCAB_SIZE
+CONFIG: ModelConfig = replace(tiny_model.checkpoint()[0].config, max_position_embeddings=256)
 MODEL = LlamaForCausalLM(CONFIG)
 
 LOGIT_TOLERANCE = 2e-3
@@ -65,21 +49,9 @@ LOGIT_TOLERANCE = 2e-3
 standard deviation of 25, and the largest difference seen is 6e-4."""
 
 
-@lru_cache
 def tiny_params() -> dict[str, Any]:
     """Weights whose greedy text depends on the whole context: attention weighs as much as the token itself."""
-    scales = {"embedding": 1.0, "q_proj": 0.3, "k_proj": 0.3, "v_proj": 0.2, "o_proj": 0.2, "lm_head": 3.0}
-    rng = np.random.default_rng(0)
-
-    def values(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        names = [key.key for key in path]
-        if names[-1] == "scale":
-            return jnp.asarray(rng.uniform(0.8, 1.2, leaf.shape), jnp.float32)
-        scale = next((scale for name, scale in scales.items() if name in names), 0.12)
-        return jnp.asarray(rng.normal(0, scale, leaf.shape), jnp.float32)
-
-    shapes = jax.eval_shape(MODEL.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    return jax.tree_util.tree_map_with_path(values, shapes)
+    return tiny_model.checkpoint()[1]
 
 
 @lru_cache

@@ -156,14 +156,16 @@ class OutputProcessor:
                 known = len(request.token_ids) - request.num_pending_tokens
                 start = len(request.prompt_token_ids) + detokenizer.num_tokens
                 stop = detokenizer.append(request.token_ids[start:known])
-                if stop is not None:
-                    scheduler.finish(request, FinishReason.STOP, stop, num_outputs=detokenizer.num_tokens)
                 if request.is_finished:
                     detokenizer.finish()
             except Exception:
-                # A tokenizer that fails on one request's tokens must not take the text or the end of the others.
+                # A tokenizer that fails on one request's tokens must not take the text or the end of the others. It may
+                # raise anything; the scheduler's own errors are not caught here.
                 logger.exception("request %r ends with an error: no text for its tokens", request.request_id)
                 scheduler.finish(request, FinishReason.ERROR)
+                continue
+            if stop is not None:
+                scheduler.finish(request, FinishReason.STOP, stop, num_outputs=detokenizer.num_tokens)
         touched.update((self._group_of[search], None) for search in searches if search in self._group_of)
         return [self._output(group) for group in touched]
 
