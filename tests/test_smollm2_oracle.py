@@ -216,19 +216,19 @@ def record_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, 
     """Logits by request id and number of outputs so far, filled in while the engine runs."""
     recorded: dict[tuple[str, int], np.ndarray] = {}
     last_step: list[np.ndarray] = []
-    update: Callable[..., Any] = llm.engine.scheduler.update
+    advance: Callable[..., Any] = llm.engine.scheduler.advance
 
     def run(batch: Any) -> np.ndarray:
         tokens, last_step[:] = llm.engine.runner.run_with_logits(batch)
         return tokens
 
-    def recording_update(scheduled: Any, sampled: Any, *args: Any) -> Any:
+    def recording_advance(scheduled: Any) -> None:
         for request, logits in zip(scheduled.sampling, last_step, strict=False):
             recorded[request.request_id, request.num_output_tokens] = logits.copy()  # a view keeps padding alive
-        return update(scheduled, sampled, *args)
+        advance(scheduled)
 
     monkeypatch.setattr(llm.engine.runner, "run", run)
-    monkeypatch.setattr(llm.engine.scheduler, "update", recording_update)
+    monkeypatch.setattr(llm.engine.scheduler, "advance", recording_advance)
     return recorded
 
 
