@@ -26,7 +26,7 @@ from roofline import add_result_arguments, cards_named, floor_of, markdown, pred
 from pagedjax.kv_cache import KVCache
 from pagedjax.model_input import ModelInput, SamplingInput
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
+from pagedjax.models.decoder import CausalLM, Params, paged_step, read_out
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
 from pagedjax.sampling.sampler import sample
 
@@ -102,7 +102,7 @@ def step_flops(config: ModelConfig, step: Step) -> int:
 
 def random_params(config: ModelConfig) -> Params:
     """Normal weights of size 0.02, norms of ones; made on the device leaf by leaf, in the config's dtype."""
-    model = LlamaForCausalLM(config)
+    model = CausalLM(config)
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     dtype = jnp.dtype(config.dtype)
     draw = jax.jit(lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, dtype) * 0.02, static_argnums=1)

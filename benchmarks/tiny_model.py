@@ -18,9 +18,9 @@ def checkpoint() -> tuple[Any, Any]:
     import jax.numpy as jnp
 
     from pagedjax.models.config import ModelConfig, RopeConfig
-    from pagedjax.models.llama import LlamaForCausalLM
+    from pagedjax.models.decoder import CausalLM
 
-    model = LlamaForCausalLM(
+    model = CausalLM(
         ModelConfig(
             model_type="llama",
             vocab_size=VOCAB_SIZE,

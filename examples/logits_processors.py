@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from pagedjax import LLM, LogitsProcessor, SamplingParams, load
-from pagedjax.models.llama import LlamaForCausalLM
+from pagedjax.models.decoder import CausalLM
 
 # --- a temperature schedule. The state is made on the host for each token; the function gets all rows' states stacked.
 
@@ -64,11 +64,11 @@ def z_score(token_ids: Sequence[int], vocab_size: int) -> float:
 ALPHA, WINDOW = 0.1, 16
 
 
-def contrast_with(model: LlamaForCausalLM, params: dict[str, Any], num_dropped: int) -> LogitsProcessor:
+def contrast_with(model: CausalLM, params: dict[str, Any], num_dropped: int) -> LogitsProcessor:
     """The amateur's params are shared between requests, and are the model's own arrays: nothing is copied."""
     num_kept = model.config.num_layers - num_dropped
     kept = [i if i < num_kept // 2 else i + num_dropped for i in range(num_kept)]
-    amateur = LlamaForCausalLM(dataclasses.replace(model.config, num_layers=num_kept))
+    amateur = CausalLM(dataclasses.replace(model.config, num_layers=num_kept))
     shared = {name: value for name, value in params.items() if not name.startswith("layers_")}
     shared |= {f"layers_{i}": params[f"layers_{layer}"] for i, layer in enumerate(kept)}
 

@@ -16,7 +16,7 @@ from pagedjax.compilation_cache import use_compilation_cache
 from pagedjax.engine import LLMEngine
 from pagedjax.model_runner import ModelRunner
 from pagedjax.models.config import check_float_dtype
-from pagedjax.models.llama import LlamaForCausalLM, Params
+from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.load import Checkpoint, load_checkpoint, load_tensors
 from pagedjax.models.tokenizer import apply_chat_template
 from pagedjax.outputs import CompletionOutput, EngineStats, RequestOutput, ScoreOutput
@@ -33,7 +33,7 @@ from pagedjax.streaming import AsyncStream, Inbox, SharedEngine, Stream
 Message = Mapping[str, Any]
 
 
-def load(name_or_path: str | Path, dtype: str = "auto", progress: bool = False) -> tuple[LlamaForCausalLM, Params, Any]:
+def load(name_or_path: str | Path, dtype: str = "auto", progress: bool = False) -> tuple[CausalLM, Params, Any]:
     """A Flax module, its params as a plain pytree, and its tokenizer (None if the checkpoint has none).
 
     `name_or_path` is a folder with safetensors, a .gguf file, a name of the catalogue ("smollm2-135m-instruct") or a
@@ -41,7 +41,7 @@ def load(name_or_path: str | Path, dtype: str = "auto", progress: bool = False) 
     samples from the same arrays.
     """
     checkpoint = _load(name_or_path, dtype, progress)
-    return LlamaForCausalLM(checkpoint.config), checkpoint.params, checkpoint.tokenizer
+    return CausalLM(checkpoint.config), checkpoint.params, checkpoint.tokenizer
 
 
 def generate(
@@ -65,7 +65,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | LlamaForCausalLM,
+        model: str | Path | CausalLM,
         *,
         params: Params | None = None,
         tokenizer: Any | None = None,
@@ -124,7 +124,7 @@ class LLM:
         """
         if not (isinstance(warm_up, bool) or warm_up == "all"):
             raise ValueError(f'warm_up must be True, False or "all", got {warm_up!r}')
-        if isinstance(model, LlamaForCausalLM):
+        if isinstance(model, CausalLM):
             if params is None:
                 raise ValueError("params: a model that is passed as a module needs its params as well")
             if not isinstance(params, Mapping) or "norm" not in params:
@@ -157,8 +157,8 @@ class LLM:
         self.memory_plan.check()
         if header is not None:
             config, params, tokenizer = load_tensors(header, self.memory_plan.dtype, progress)
-            model = LlamaForCausalLM(config)
-        assert isinstance(model, LlamaForCausalLM)
+            model = CausalLM(config)
+        assert isinstance(model, CausalLM)
         assert params is not None
         self.tokenizer = tokenizer
         engine_config = self.memory_plan.config
@@ -178,7 +178,7 @@ class LLM:
     @classmethod
     def plan(
         cls,
-        model: str | Path | LlamaForCausalLM,
+        model: str | Path | CausalLM,
         *,
         num_requests: int | None = None,
         context: int | None = None,

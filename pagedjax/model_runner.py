@@ -20,7 +20,7 @@ from pagedjax.blocks.host_pool import TILE, HostPool
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, copy_cache_blocks, init_kv_cache
 from pagedjax.model_input import ModelInput, pack, unpack
-from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
+from pagedjax.models.decoder import CausalLM, Params, paged_step, read_out
 from pagedjax.pallas_kernels.attention import why_not
 from pagedjax.sampling.decode_loop import (
     DecodeRows,
@@ -69,7 +69,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: CausalLM,
         params: Params,
         config: EngineConfig,
         *,

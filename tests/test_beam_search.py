@@ -342,7 +342,8 @@ def make_oracle(vocab_size: int) -> Oracle:
     """In f64, so that a cache and other batches do not change the last bits of what it rounds to f32: near ties fall
     alike. The ends' rows of the head are scaled, so that many hypotheses end."""
     torch: Any = pytest.importorskip("torch")
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
+    from transformers import LlamaForCausalLM as TheirLlama
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -353,7 +354,7 @@ def make_oracle(vocab_size: int) -> Oracle:
     }
     special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = LlamaConfig(vocab_size=vocab_size, initializer_range=0.4, max_position_embeddings=64, **sizes, **special)
-    model = LlamaForCausalLM(config).eval().double()
+    model = TheirLlama(config).eval().double()
     with torch.no_grad():
         for end in ENDS[-1]:
             model.lm_head.weight[end] *= 2.0

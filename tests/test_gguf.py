@@ -203,7 +203,7 @@ def test_logits_equal_transformers_gguf(tmp_path, family):
     import jax.numpy as jnp
     from transformers import AutoModelForCausalLM
 
-    from pagedjax.models.llama import LlamaForCausalLM
+    from pagedjax.models.decoder import CausalLM
 
     def metadata(writer):  # transformers has no other source for these two
         writer.add_vocab_size(96)
@@ -215,7 +215,7 @@ def test_logits_equal_transformers_gguf(tmp_path, family):
     with torch.no_grad():
         expected = oracle(torch.from_numpy(token_ids)).logits.numpy()
     config, params, _ = load_checkpoint(path)
-    logits = LlamaForCausalLM(config).apply({"params": params}, jnp.asarray(token_ids, jnp.int32))
+    logits = CausalLM(config).apply({"params": params}, jnp.asarray(token_ids, jnp.int32))
     np.testing.assert_allclose(np.asarray(logits), expected, atol=2e-4, rtol=2e-4)
 
 

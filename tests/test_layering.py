@@ -180,7 +180,7 @@ PLANTED = {
         "imports upward: pagedjax.scheduling.scheduler",
     ),
     "upward inside a function": (
-        "pagedjax.models.llama",
+        "pagedjax.models.decoder",
         "def f():\n    import pagedjax.engine",
         "imports upward: pagedjax.engine",
     ),
@@ -225,7 +225,7 @@ def test_a_good_package_passes():
         "pagedjax": "import importlib",
         "pagedjax.models": "",
         "pagedjax.models.config": "from pagedjax.paths import cache_folder",
-        "pagedjax.models.llama": "import jax\nfrom flax import linen\nfrom pagedjax.models import config",
+        "pagedjax.models.decoder": "import jax\nfrom flax import linen\nfrom pagedjax.models import config",
         "pagedjax.paths": "import os",
         "pagedjax.scheduling.scheduler": "import numpy as np\nfrom pagedjax.paths import cache_folder",
         "pagedjax.engine": "import jax\nfrom pagedjax.scheduling.scheduler import Scheduler",

@@ -19,7 +19,7 @@ from pagedjax.blocks.table import BlockTable
 from pagedjax.config import EngineConfig
 from pagedjax.model_runner import ModelRunner
 from pagedjax.models.config import ModelConfig, config_from_hf
-from pagedjax.models.llama import LlamaForCausalLM, Params
+from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.weights import build_params
 from pagedjax.sampling.params import SamplingParams
 from pagedjax.scheduling.output import SchedulerOutput
@@ -55,17 +55,17 @@ BF16_TOLERANCE = 0.05
 what it rounds, and random weights of size 0.2 amplify."""
 
 
-def random_model(changes: dict[str, Any], dtype: str = "float32") -> tuple[LlamaForCausalLM, Params]:
+def random_model(changes: dict[str, Any], dtype: str = "float32") -> tuple[CausalLM, Params]:
     """Norms and biases are random too."""
     config = config_from_hf(tiny(**changes))
-    return LlamaForCausalLM(config), build_params(config, random_tensors(config).items(), dtype)
+    return CausalLM(config), build_params(config, random_tensors(config).items(), dtype)
 
 
 def random_ids(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).integers(0, 96, shape), jnp.int32)
 
 
-def dense_logits(model: LlamaForCausalLM, params: Params, token_ids: jax.Array) -> np.ndarray:
+def dense_logits(model: CausalLM, params: Params, token_ids: jax.Array) -> np.ndarray:
     return np.asarray(jax.jit(model.apply)({"params": params}, token_ids))
 
 
@@ -133,7 +133,7 @@ NUM_DECODES = 10
 BLOCK_SIZE = 8
 
 
-def paged_logits(model: LlamaForCausalLM, params: Params, sequences: jax.Array, whole_step: bool = False) -> np.ndarray:
+def paged_logits(model: CausalLM, params: Params, sequences: jax.Array, whole_step: bool = False) -> np.ndarray:
     """Logits at every position: prompts in odd chunks, then single tokens, over blocks in no order, out of NaN."""
     config = EngineConfig(
         num_blocks=24,

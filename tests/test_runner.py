@@ -39,7 +39,7 @@ from pagedjax.beams.params import BeamSearchParams
 from pagedjax.engine import LLMEngine
 from pagedjax.kv_cache import KVCache, bytes_per_block, init_kv_cache
 from pagedjax.model_runner import ModelRunner, padding_batch
-from pagedjax.models import llama
+from pagedjax.models import decoder
 from pagedjax.pallas_kernels.attention import IMPLEMENTATIONS
 from pagedjax.sampling import rows
 from pagedjax.sampling.params import SamplingParams
@@ -181,7 +181,7 @@ def test_b70_real_rows_of_a_padded_bucket(num_rows, max_query_len):
         ):
             engine.step()
         batch = in_bucket(build_batch(engine.scheduler.schedule(), engine.config), 8, max_query_len)
-        hidden, _ = llama.paged_step(CONFIG, tiny_params(), batch, engine.runner.kv_cache)
+        hidden, _ = decoder.paged_step(CONFIG, tiny_params(), batch, engine.runner.kv_cache)
         results.append(np.asarray(hidden))
     assert np.isfinite(results[0]).all()
     for other in results[1:]:
@@ -223,7 +223,7 @@ def test_b71_batches_of_padding_alone_are_finite(fill):
     engine = tiny_engine()
     fill_pool(engine, fill)
     for batch in engine.runner.padding_batches():
-        hidden, engine.runner.kv_cache = llama.paged_step(CONFIG, tiny_params(), batch, engine.runner.kv_cache)
+        hidden, engine.runner.kv_cache = decoder.paged_step(CONFIG, tiny_params(), batch, engine.runner.kv_cache)
         assert np.isfinite(hidden).all()
         tokens = engine.runner.run(batch)
         assert tokens.dtype == np.int32
@@ -264,7 +264,7 @@ def counting_compiles() -> Iterator[Callable[[], int]]:
 
 
 def programs_in_caches() -> int:
-    programs: tuple[Any, ...] = (llama._embed, llama._paged_layer, rows.sample_rows)
+    programs: tuple[Any, ...] = (decoder._embed, decoder._paged_layer, rows.sample_rows)
     return sum(program._cache_size() for program in programs)
 
 
@@ -370,7 +370,7 @@ def test_b73_nothing_compiles_after_warm_up():
 
 def fail_in_layer_1(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second layer's program raises: the first layer's pool has been donated to the one before."""
-    layer, calls = llama._paged_layer, []
+    layer, calls = decoder._paged_layer, []
 
     def planted(*args: Any) -> Any:
         calls.append(1)
@@ -562,9 +562,9 @@ BATCH_SHAPES = [(1, 1), (2, 1), (2, 2), (8, 1), (8, 8), (BUDGET, BUDGET)]
 @pytest.mark.parametrize(("num_tokens", "max_query_len"), BATCH_SHAPES)
 def test_a_layer_updates_the_pool_in_place(num_tokens, max_query_len):
     batch = shapes_of(padding_batch(tiny_config(LARGE_NUM_BLOCKS), num_tokens, max_query_len))
-    x, rope = jax.eval_shape(partial(llama._embed, CONFIG), tiny_params(), batch)
+    x, rope = jax.eval_shape(partial(decoder._embed, CONFIG), tiny_params(), batch)
     kv = large_cache().k  # as keys and values
-    lowered = llama._paged_layer.lower(CONFIG, None, shapes_of(tiny_params()["layers_0"]), x, rope, batch.attn, kv=kv)
+    lowered = decoder._paged_layer.lower(CONFIG, None, shapes_of(tiny_params()["layers_0"]), x, rope, batch.attn, kv=kv)
     assert_in_place(lowered.compile(), 2)
 
 

@@ -15,7 +15,7 @@ from pagedjax.beams.params import BeamSearchParams
 from pagedjax.llm import LLM, load
 from pagedjax.models.catalogue import resolve
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.llama import LlamaForCausalLM, Params
+from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.weights import expected_tensors
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling.params import SamplingParams
@@ -73,7 +73,7 @@ PROMPTS: list[str | list[dict[str, str]]] = [
 class Real(NamedTuple):
     """The model under test, the prompts as ids, and what transformers makes of them."""
 
-    model: LlamaForCausalLM
+    model: CausalLM
     params: Params
     tokenizer: Any
     prompts: list[list[int]]
@@ -85,7 +85,8 @@ class Real(NamedTuple):
 
 def oracle_from(config: ModelConfig, params: Params) -> Any:
     """transformers' own Llama with exactly our weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
+    from transformers import LlamaForCausalLM as TheirLlama
 
     assert config.rope.rope_type == "default"
     oracle_config = LlamaConfig(
@@ -110,20 +111,20 @@ def oracle_from(config: ModelConfig, params: Params) -> Any:
         for key in path:
             leaf = leaf[key]
         tensors[name] = torch.from_numpy(np.array(leaf.T if transpose else leaf, np.float32, order="C"))
-    oracle = LlamaForCausalLM(oracle_config).eval()
+    oracle = TheirLlama(oracle_config).eval()
     missing, unexpected = oracle.load_state_dict(tensors, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied to the embedding
     return oracle
 
 
 @pytest.fixture(scope="module")
-def oracle_and_model() -> tuple[Any, LlamaForCausalLM, Params, Any]:
+def oracle_and_model() -> tuple[Any, CausalLM, Params, Any]:
     model, params, tokenizer = load(MODEL, dtype="float32")
     return oracle_from(model.config, params), model, params, tokenizer
 
 
 @pytest.fixture(scope="module")
-def real(oracle_and_model: tuple[Any, LlamaForCausalLM, Params, Any]) -> Real:
+def real(oracle_and_model: tuple[Any, CausalLM, Params, Any]) -> Real:
     """All prompts at once, padded on the left, through transformers' `generate`."""
     oracle, model, params, tokenizer = oracle_and_model
     renderer = LLM(model, params=params, tokenizer=tokenizer, num_blocks=1, warm_up=False)

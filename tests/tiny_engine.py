@@ -28,7 +28,7 @@ from pagedjax.llm import LLM
 from pagedjax.model_input import ModelInput
 from pagedjax.model_runner import ModelRunner
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.llama import LlamaForCausalLM, paged_step
+from pagedjax.models.decoder import CausalLM, paged_step
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling.params import SamplingParams
 from pagedjax.sampling.sampler import sample
@@ -42,7 +42,7 @@ BUDGET = 24
 tiny_model = load("tiny_model")
 VOCAB_SIZE: int = tiny_model.VOCAB_SIZE
 CONFIG: ModelConfig = replace(tiny_model.checkpoint()[0].config, max_position_embeddings=256)
-MODEL = LlamaForCausalLM(CONFIG)
+MODEL = CausalLM(CONFIG)
 
 LOGIT_TOLERANCE = 2e-3
 """How far f32 rounding may move a logit when tokens are cut into other batches: logits are up to about 100 here, with a

@@ -16,7 +16,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, bytes_per_block, init_kv_cache
 from pagedjax.model_input import ModelInput
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.llama import LlamaForCausalLM, Params, paged_step, read_out
+from pagedjax.models.decoder import CausalLM, Params, paged_step, read_out
 from pagedjax.sampling.decode_loop import DecodeRows, build_decode_rows, decode_in_loop
 from pagedjax.sampling.sampler import sample
 
@@ -101,7 +101,7 @@ def swap_in(name: str) -> Case:
 
 def _abstract_params(config: ModelConfig) -> Params:
     tokens = Abstract((1, 8), jnp.int32)
-    init = jax.eval_shape(LlamaForCausalLM(config).init, jax.eval_shape(lambda: jax.random.key(0)), tokens)
+    init = jax.eval_shape(CausalLM(config).init, jax.eval_shape(lambda: jax.random.key(0)), tokens)
     return jax.tree.map(lambda leaf: Abstract(leaf.shape, jnp.bfloat16), init["params"])
 
 

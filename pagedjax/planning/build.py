@@ -8,7 +8,7 @@ import jax
 
 from pagedjax.engine_options import check_options, decide_options
 from pagedjax.models.config import check_float_dtype
-from pagedjax.models.llama import LlamaForCausalLM, Params
+from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.load import Header, read_header
 from pagedjax.planning.advice import changes_for
 from pagedjax.planning.bounds import block_bytes, host_pool_bytes, num_params, program_bounds, weight_bytes
@@ -18,7 +18,7 @@ from pagedjax.planning.programs import compiled_bytes
 
 
 def plan_memory(
-    model: str | Path | LlamaForCausalLM,
+    model: str | Path | CausalLM,
     params: Params | None = None,
     *,
     dtype: str = "auto",
@@ -49,7 +49,7 @@ def plan_memory(
     if dtype != "auto":
         check_float_dtype(dtype)
     memory = memory_for(platform, memory_bytes, float(gpu_memory_utilization))
-    if isinstance(model, LlamaForCausalLM):
+    if isinstance(model, CausalLM):
         header, config = None, model.config
     else:
         header = read_header(model, with_tensors=with_tensors)

@@ -10,16 +10,16 @@ import numpy as np
 from pagedjax.batch import padding_batch
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, init_kv_cache
-from pagedjax.models import llama
+from pagedjax.models import decoder
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.weights import expected_tensors
 from pagedjax.planning.bounds import CPU_HEAD_ROWS
 from pagedjax.sampling.rows import sample_rows
 
 
-def abstract_params(model: ModelConfig, dtype: str) -> llama.Params:
+def abstract_params(model: ModelConfig, dtype: str) -> decoder.Params:
     """The pytree of a model's params, as shapes."""
-    params: llama.Params = {}
+    params: decoder.Params = {}
     for path, shape, _ in expected_tensors(model).values():
         inner = params
         for key in path[:-1]:
@@ -53,15 +53,15 @@ def compiled_bytes(
         padding_batch(config, num_tokens, 1 if is_decode else num_tokens),
     )
     embedding = {"embed_tokens": params["embed_tokens"]}
-    hidden, rope = jax.eval_shape(partial(llama._embed, model), embedding, batch)
+    hidden, rope = jax.eval_shape(partial(decoder._embed, model), embedding, batch)
     is_cpu = jax.default_backend() == "cpu"
     if is_cpu:
         layer_pool = (pool.k[0], pool.v[0])
         args = (model, attention_implementation, params["layers_0"], hidden, rope, batch.attn, layer_pool)
-        forward = llama._paged_layer.lower(*args), (hidden, rope, batch.attn)
+        forward = decoder._paged_layer.lower(*args), (hidden, rope, batch.attn)
     else:
         step: Any = jax.jit(
-            partial(llama.paged_step, implementation=attention_implementation), static_argnums=0, donate_argnums=3
+            partial(decoder.paged_step, implementation=attention_implementation), static_argnums=0, donate_argnums=3
         )
         forward = step.lower(model, params, batch, pool), batch
     head_params = {name: params[name] for name in ("embed_tokens", "norm", "lm_head") if name in params}

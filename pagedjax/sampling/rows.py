@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from pagedjax.model_input import ModelInput
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.llama import Params, read_out
+from pagedjax.models.decoder import Params, read_out
 from pagedjax.sampling.logprobs import TokenLogprobs, token_logprobs
 from pagedjax.sampling.sampler import sample
 

@@ -150,7 +150,7 @@ def paged_step(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T D"], KVCache]:
-    """One step over paged blocks: the hidden states that `LlamaForCausalLM.logits` reads out, and the pool with the
+    """One step over paged blocks: the hidden states that `CausalLM.logits` reads out, and the pool with the
     step's KV written. DONATES the pool. `implementation` is that of `paged_attention`.
 
     It may be called inside a jit, which makes one program of it, or as it is: then each part is a program of its own,
@@ -167,11 +167,11 @@ def paged_step(
 
 def read_out(config: ModelConfig, params: Params, hidden: Float[Array, "S D"]) -> Float32[Array, "S V"]:
     """Logits of hidden states that `paged_step` gave."""
-    logits: Any = LlamaForCausalLM(config).apply({"params": params}, hidden, method="logits")
+    logits: Any = CausalLM(config).apply({"params": params}, hidden, method="logits")
     return logits
 
 
-class LlamaForCausalLM(nn.Module):
+class CausalLM(nn.Module):
     """A Llama-family language model; everything runs in the dtype of its params, logits in f32.
 
     `model.apply({"params": params}, token_ids)` gives the logits of whole sequences, for training; `method="step"`
