@@ -133,12 +133,14 @@ def make_batch(config: ModelConfig, step: Step) -> ModelInput:
     batch = ModelInput(
         token_ids=rng.integers(0, config.vocab_size, num_tokens, np.int32),
         positions=positions,
-        attn=AttentionMetadata(
-            slot_mapping=tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-            block_tables=tables,
-            context_lens=contexts.copy(),
-            query_start_loc=np.concatenate([[0], ends], dtype=np.int32),
-            max_query_len=num_tokens if step.chunk else 1,
+        groups=(
+            AttentionMetadata(
+                slot_mapping=tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+                block_tables=tables,
+                context_lens=contexts.copy(),
+                query_start_loc=np.concatenate([[0], ends], dtype=np.int32),
+                max_query_len=num_tokens if step.chunk else 1,
+            ),
         ),
         logits_indices=ends - 1,
         num_samples=np.array(num_rows, np.int32),

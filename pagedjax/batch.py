@@ -50,12 +50,14 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
     batch = ModelInput(
         token_ids=_padded(np.fromiter(token_ids, np.int32, num_tokens), T),
         positions=_padded(positions, T),
-        attn=AttentionMetadata(
-            slot_mapping=_padded(blocks * config.block_size + positions % config.block_size, T),
-            block_tables=block_tables,
-            context_lens=_padded(num_computed + num_new, S),
-            query_start_loc=np.concatenate([[0], ends, np.full(S - R, num_tokens)], dtype=np.int32),
-            max_query_len=1 if is_decode else T,
+        groups=(
+            AttentionMetadata(
+                slot_mapping=_padded(blocks * config.block_size + positions % config.block_size, T),
+                block_tables=block_tables,
+                context_lens=_padded(num_computed + num_new, S),
+                query_start_loc=np.concatenate([[0], ends, np.full(S - R, num_tokens)], dtype=np.int32),
+                max_query_len=1 if is_decode else T,
+            ),
         ),
         logits_indices=_padded(ends[sampling_rows] - 1, S),
         num_samples=np.array(num_samples, np.int32),
@@ -76,12 +78,14 @@ def padding_batch(config: EngineConfig, num_tokens: int, max_query_len: int) -> 
     return ModelInput(
         token_ids=zeros(num_tokens),
         positions=zeros(num_tokens),
-        attn=AttentionMetadata(
-            slot_mapping=zeros(num_tokens),
-            block_tables=zeros(num_rows, config.max_blocks_per_seq),
-            context_lens=zeros(num_rows),
-            query_start_loc=zeros(num_rows + 1),
-            max_query_len=max_query_len,
+        groups=(
+            AttentionMetadata(
+                slot_mapping=zeros(num_tokens),
+                block_tables=zeros(num_rows, config.max_blocks_per_seq),
+                context_lens=zeros(num_rows),
+                query_start_loc=zeros(num_rows + 1),
+                max_query_len=max_query_len,
+            ),
         ),
         logits_indices=zeros(num_rows),
         num_samples=zeros(),

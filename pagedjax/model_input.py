@@ -45,12 +45,18 @@ class ModelInput:
     token_ids: Int32[Array | np.ndarray, "T"]
     positions: Int32[Array | np.ndarray, "T"]
     """Position of each token in its request; 0 for padding."""
-    attn: AttentionMetadata
+    groups: tuple[AttentionMetadata, ...]
+    """Where the KV is, for each group of layers: see `models.layer_groups`. They differ in slots and tables alone."""
     logits_indices: Int32[Array | np.ndarray, "S"]
     """Which token's hidden state each sampling request samples from; 0 for padding."""
     num_samples: Int32[Array | np.ndarray, ""]
     """Entries of `logits_indices` and `sampling` that are real."""
     sampling: SamplingInput
+
+    @property
+    def attn(self) -> AttentionMetadata:
+        """The first group's: what is the same in all groups can be read here."""
+        return self.groups[0]
 
 
 Layout = tuple[Any, tuple[tuple[tuple[int, ...], str], ...]]

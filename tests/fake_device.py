@@ -146,14 +146,13 @@ class FakeRunner(ModelRunner):
             is_stop = [token in stops for token, stops in zip(sampled, rows.stop_ids, strict=True)]
             going = going & ~np.array(is_stop) & (step + 1 < rows.num_decodes)
             positions = batch.positions + going
-            blocks = batch.attn.block_tables[np.arange(len(positions)), positions // size]
-            attn = replace(
-                batch.attn,
-                slot_mapping=np.where(going, blocks * size + positions % size, 0),
-                context_lens=batch.attn.context_lens + going,
-            )
+            groups = []
+            for attn in batch.groups:
+                blocks = attn.block_tables[np.arange(len(positions)), positions // size]
+                slots = np.where(going, blocks * size + positions % size, 0)
+                groups.append(replace(attn, slot_mapping=slots, context_lens=attn.context_lens + going))
             sampling = replace(batch.sampling, num_outputs=batch.sampling.num_outputs + going)
-            batch = replace(batch, token_ids=last, positions=positions, attn=attn, sampling=sampling)
+            batch = replace(batch, token_ids=last, positions=positions, groups=tuple(groups), sampling=sampling)
         self.last_tokens = last
         return tokens
 

@@ -68,7 +68,7 @@ def test_weights_are_those_of_the_loaded_model(tmp_path, dtype, tied):
     assert plan.num_params == sum(leaf.size for leaf in jax.tree.leaves(params))
     gguf = write_gguf(tmp_path / "m.gguf", tiny(**changes), tensors)
     assert plan_of(gguf, dtype=dtype).weight_bytes == nbytes
-    assert plan_of(llama.CausalLM(load_checkpoint(folder).config), dtype=dtype).weight_bytes == nbytes
+    assert plan_of(decoder.CausalLM(load_checkpoint(folder).config), dtype=dtype).weight_bytes == nbytes
 
 
 def test_nothing_but_the_config_is_read(tmp_path, little_memory):
@@ -138,14 +138,14 @@ def test_a_program_larger_than_its_bound_counts(monkeypatch):
 
 WIDE = replace(CONFIG, vocab_size=32_000, hidden_size=256, intermediate_size=512)
 """Large enough for the constant part of the bounds not to hide the rest."""
-DEEP = llama.CausalLM(replace(WIDE, num_layers=32, max_position_embeddings=8192))
+DEEP = decoder.CausalLM(replace(WIDE, num_layers=32, max_position_embeddings=8192))
 """With a pool that can be larger than a small card. Only ever planned."""
 
 
 @pytest.mark.parametrize(("tokens", "seqs", "dtype"), [(256, 256, "float32"), (2048, 4, "bfloat16")])
 def test_no_program_of_a_step_is_larger_than_its_bound(tokens, seqs, dtype):
     """Compiles for this CPU alone. What a GPU's programs take stands in docs/decisions.md."""
-    model = llama.CausalLM(WIDE)
+    model = decoder.CausalLM(WIDE)
     plan = LLM.plan(model, dtype=dtype, max_num_seqs=seqs, max_num_batched_tokens=tokens, num_blocks=512, block_size=16)
     slack = bounds.CPU_SLACK_BYTES
     assert plan.program_bytes is not None
@@ -155,7 +155,7 @@ def test_no_program_of_a_step_is_larger_than_its_bound(tokens, seqs, dtype):
 
 def test_no_program_of_the_extras_is_larger_than_its_bound():
     num_rows, vocab = 64, WIDE.vocab_size
-    plan = plan_of(llama.CausalLM(WIDE), max_num_seqs=num_rows, num_blocks=64)
+    plan = plan_of(decoder.CausalLM(WIDE), max_num_seqs=num_rows, num_blocks=64)
     logits = jax.ShapeDtypeStruct((num_rows, vocab), jnp.float32)
     batch = padding_batch(plan.config, 256, 256)
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch.sampling)
@@ -448,7 +448,7 @@ def test_what_is_advised_where_the_memory_is_short():
 
 
 def test_a_narrower_type_is_advised_if_it_helps():
-    model = llama.CausalLM(replace(WIDE, num_layers=100))
+    model = decoder.CausalLM(replace(WIDE, num_layers=100))
     weights = plan_of(model, dtype="float32").weight_bytes
     plan = plan_of(model, dtype="float32", memory_bytes=int(weights * 1.5), max_num_seqs=1, max_num_batched_tokens=16)
     (line,) = [change for change in plan.changes if "bfloat16" in change]

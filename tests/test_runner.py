@@ -209,7 +209,7 @@ def in_bucket(batch: Any, size: int, max_query_len: int) -> Any:
         batch,
         token_ids=grown(batch.token_ids, size),
         positions=grown(batch.positions, size),
-        attn=attn,
+        groups=(attn,),
         logits_indices=grown(batch.logits_indices, size),
         sampling=jax.tree.map(lambda x: grown(x, size), batch.sampling),
     )
@@ -378,7 +378,7 @@ def fail_in_layer_1(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("planted")
         return layer(*args)
 
-    monkeypatch.setattr(llama, "_paged_layer", planted)
+    monkeypatch.setattr(decoder, "_paged_layer", planted)
 
 
 def fail_in_sampling(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int32
 
 from pagedjax.kv_cache import KVCache
 from pagedjax.model_input import ModelInput
+from pagedjax.pallas_kernels.metadata import AttentionMetadata
 
 MAX_STOP_IDS = 8
 """Token ids per row that stop it on the device. A row with more of them goes on for nothing: the host looks at all."""
@@ -70,15 +71,16 @@ def next_decode(
     goes_on = is_running & ~is_stop & (step + 1 < rows.num_decodes)
     more = goes_on.astype(jnp.int32)
     positions = batch.positions + more
-    blocks = jnp.take_along_axis(batch.attn.block_tables, positions[:, None] // block_size, axis=1)[:, 0]
-    attn = replace(
-        batch.attn,
-        slot_mapping=jnp.where(goes_on, blocks * block_size + positions % block_size, 0),
-        context_lens=batch.attn.context_lens + more,
-    )
+
+    def moved(attn: AttentionMetadata) -> AttentionMetadata:
+        blocks = jnp.take_along_axis(attn.block_tables, positions[:, None] // block_size, axis=1)[:, 0]
+        slots = jnp.where(goes_on, blocks * block_size + positions % block_size, 0)
+        return replace(attn, slot_mapping=slots, context_lens=attn.context_lens + more)
+
+    groups = tuple(map(moved, batch.groups))
     sampling = replace(batch.sampling, num_outputs=batch.sampling.num_outputs + goes_on.astype(jnp.uint32))
     token_ids = jnp.where(is_running, tokens, batch.token_ids)
-    return replace(batch, token_ids=token_ids, positions=positions, attn=attn, sampling=sampling), goes_on
+    return replace(batch, token_ids=token_ids, positions=positions, groups=groups, sampling=sampling), goes_on
 
 
 Decode = Callable[[ModelInput, KVCache], tuple[Int32[Array, "S"], KVCache]]
