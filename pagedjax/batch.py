@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pagedjax.blocks.allocator import NULL_BLOCK
+from pagedjax.blocks.table import first_seen
 from pagedjax.config import EngineConfig
 from pagedjax.model_input import ModelInput, SamplingInput
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
@@ -31,10 +32,13 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
     T = config.bucket_for(max(num_tokens, num_samples), is_decode=is_decode)
     S = config.num_rows_for(T)
 
-    block_tables = _pad_block_tables(requests, S, config.max_blocks_per_seq)
+    block_tables = _pad_block_tables(requests, S, config)
     rows = np.repeat(np.arange(R), num_new)
     positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - num_new - num_computed, num_new)
-    blocks = block_tables[rows, positions // config.block_size]
+    blocks = block_tables[:, rows, positions // config.block_size]
+    slots = blocks * config.block_size + positions % config.block_size
+    context_lens = _padded(num_computed + num_new, S)
+    query_start_loc = np.concatenate([[0], ends, np.full(S - R, num_tokens)], dtype=np.int32)
     token_ids = chain.from_iterable(
         [0] * n
         if request.is_finished  # since it was scheduled: its tokens may be fewer now
@@ -50,14 +54,9 @@ def build_batch(scheduled: SchedulerOutput, config: EngineConfig) -> ModelInput:
     batch = ModelInput(
         token_ids=_padded(np.fromiter(token_ids, np.int32, num_tokens), T),
         positions=_padded(positions, T),
-        groups=(
-            AttentionMetadata(
-                slot_mapping=_padded(blocks * config.block_size + positions % config.block_size, T),
-                block_tables=block_tables,
-                context_lens=_padded(num_computed + num_new, S),
-                query_start_loc=np.concatenate([[0], ends, np.full(S - R, num_tokens)], dtype=np.int32),
-                max_query_len=1 if is_decode else T,
-            ),
+        groups=tuple(
+            AttentionMetadata(_padded(slots[group], T), table, context_lens, query_start_loc, 1 if is_decode else T)
+            for group, table in enumerate(block_tables)
         ),
         logits_indices=_padded(ends[sampling_rows] - 1, S),
         num_samples=np.array(num_samples, np.int32),
@@ -78,14 +77,15 @@ def padding_batch(config: EngineConfig, num_tokens: int, max_query_len: int) -> 
     return ModelInput(
         token_ids=zeros(num_tokens),
         positions=zeros(num_tokens),
-        groups=(
+        groups=tuple(
             AttentionMetadata(
                 slot_mapping=zeros(num_tokens),
                 block_tables=zeros(num_rows, config.max_blocks_per_seq),
                 context_lens=zeros(num_rows),
                 query_start_loc=zeros(num_rows + 1),
                 max_query_len=max_query_len,
-            ),
+            )
+            for _ in config.windows
         ),
         logits_indices=zeros(num_rows),
         num_samples=zeros(),
@@ -101,12 +101,13 @@ def padding_batch(config: EngineConfig, num_tokens: int, max_query_len: int) -> 
     )
 
 
-def _pad_block_tables(requests: list[Request], S: int, B: int) -> Int32[np.ndarray, "S B"]:
-    tables = np.zeros((S, B), np.int32)
+def _pad_block_tables(requests: list[Request], S: int, config: EngineConfig) -> Int32[np.ndarray, "G S B"]:
+    tables = np.zeros((len(config.windows), S, config.max_blocks_per_seq), np.int32)
     lengths = np.fromiter((len(request.block_table) for request in requests), np.int32, len(requests))
-    flat = np.frombuffer(b"".join(request.block_table.blocks for request in requests), np.int32)
-    used = tables[: len(requests), : lengths.max()]  # a view
-    used[np.arange(used.shape[1]) < lengths[:, None]] = flat
+    for group, table in enumerate(tables):
+        flat = np.frombuffer(b"".join(request.block_table.rows[group] for request in requests), np.int32)
+        used = table[: len(requests), : lengths.max()]  # a view
+        used[np.arange(used.shape[1]) < lengths[:, None]] = flat
     return tables
 
 
@@ -139,9 +140,13 @@ def _check_ranges(batch: ModelInput, requests: list[Request], config: EngineConf
     lowest = -config.max_num_rows if config.async_scheduling else 0  # the placeholders are the lowest there can be
     assert (token_ids >= lowest).all(), f"negative token id in {token_ids}"
     assert ((positions >= 0) & (positions < config.max_model_len)).all(), f"position outside the model: {positions}"
-    for request, context_len in zip(requests, batch.attn.context_lens, strict=False):
-        table = request.block_table.blocks
-        assert all(NULL_BLOCK < block <= config.num_blocks for block in table), f"block outside the pool: {table}"
-        # One that was aborted after `schedule` has no blocks: it writes to the null block, and its token is dropped.
-        is_covered = request.is_finished or len(table) >= config.num_blocks_for(int(context_len))
-        assert is_covered, f"{context_len} tokens in {len(table)} blocks"
+    query_lens = np.diff(batch.attn.query_start_loc)
+    for request, context_len, query_len in zip(requests, batch.attn.context_lens, query_lens, strict=False):
+        if request.is_finished:  # aborted after `schedule`: it writes to the null block, and its token is dropped
+            continue
+        for row, window in zip(request.block_table.rows, config.windows, strict=True):
+            first = first_seen(int(context_len - query_len), window, config.block_size)
+            lowest = [NULL_BLOCK] * first + [NULL_BLOCK + 1] * (len(row) - first)
+            is_inside = all(low <= block <= config.num_blocks for low, block in zip(lowest, row, strict=False))
+            assert is_inside, f"block outside the pool: {row}"
+            assert len(row) >= config.table_len(int(context_len)), f"{context_len} tokens in {len(row)} blocks"

@@ -1,6 +1,7 @@
 """Sizes and limits of one engine: frozen, validated once, host only."""
 
-from bisect import bisect_left
+import sys
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Real
@@ -28,6 +29,9 @@ class EngineConfig:
     """Most tokens that a request may have, prompt and output together."""
     block_size: int = 16
     """Tokens per KV block."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of each group of the model's layers, which has block tables of its own (`ModelConfig.layer_groups`): how many
+    tokens back its attention sees, the token itself included; None sees all."""
     max_num_seqs: int = 256
     """Most requests that run in one step."""
     max_num_batched_tokens: int = 2048
@@ -62,6 +66,11 @@ class EngineConfig:
                 check_positive_int(field.name, getattr(self, field.name))
             elif field.type is bool and not isinstance(value := getattr(self, field.name), bool):
                 raise ValueError(f"{field.name} must be a bool, got {value!r}")
+        if not isinstance(self.windows, tuple) or not self.windows:
+            raise ValueError(f"windows must be a tuple with an entry for each group of layers, got {self.windows!r}")
+        for window in self.windows:
+            if window is not None:
+                check_positive_int("windows", window)
         if type(self.num_swap_blocks) is not int or self.num_swap_blocks:
             check_positive_int("num_swap_blocks", self.num_swap_blocks)
         aging: Any = self.priority_aging_s if isinstance(self.priority_aging_s, Real) else 0
@@ -80,9 +89,9 @@ class EngineConfig:
         """Longest prompt that fits the model and the pool, or `num_blocks` of it, with a first token to generate or
         without."""
         num_blocks = self.num_blocks if num_blocks is None else num_blocks
-        return (
-            self.max_seq_len_in(num_blocks) - 1 if generates else min(self.max_model_len, num_blocks * self.block_size)
-        )
+        if generates:
+            return self.max_seq_len_in(num_blocks) - 1
+        return min(self.max_model_len, self._table_len_in(num_blocks) * self.block_size)
 
     @cached_property
     def extras_buckets(self) -> tuple[int, ...]:
@@ -102,7 +111,7 @@ class EngineConfig:
     @property
     def max_blocks_per_seq(self) -> int:
         """Width of a block table: enough for the longest request, which the pool limits as well as the model."""
-        return min(self.num_blocks_for(self.max_model_len), self.num_blocks)
+        return self._table_len_in(self.num_blocks)
 
     @property
     def max_seq_len(self) -> int:
@@ -111,7 +120,7 @@ class EngineConfig:
 
     def max_seq_len_in(self, num_blocks: int) -> int:
         """Most tokens a sequence can reach in so many blocks: one more than fits, as the last one needs no slot."""
-        return min(self.max_model_len, num_blocks * self.block_size + 1)
+        return min(self.max_model_len, self._table_len_in(num_blocks) * self.block_size + 1)
 
     @cached_property
     def decode_buckets(self) -> tuple[int, ...]:
@@ -140,9 +149,40 @@ class EngineConfig:
         """Most rows that the tables of a step may have."""
         return max(self.max_num_running, self.min_decode_bucket)
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold the KV of `num_tokens` tokens."""
+    def table_len(self, num_tokens: int) -> int:
+        """Entries of each row of a block table for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that a sequence holds at a time on its way to `num_tokens` tokens with KV."""
+        return self._num_blocks_in(self.table_len(num_tokens))
+
+    def num_own_blocks_for(self, num_tokens: int, num_shared_tokens: int) -> int:
+        """The same, for a sequence that shares the blocks of its first tokens with others: those for it alone. One at
+        least of each group, as it writes to one that is copied, or new."""
+        num_own = self.table_len(num_tokens) - num_shared_tokens // self.block_size
+        return sum(max(1, min(num_own, most)) for most in self._most_in_rows)
+
+    def num_blocks_for_beams(self, num_beams: int, num_tokens: int, num_shared_tokens: int) -> int:
+        """The same for so many sequences together, which share their first tokens."""
+        num_each, num_shared = self.table_len(num_tokens), num_shared_tokens // self.block_size
+        most = num_shared + num_beams * (num_each - num_shared)
+        return sum(min(most, num_beams * min(num_each, row)) for row in self._most_in_rows)
+
+    @cached_property
+    def _most_in_rows(self) -> tuple[int, ...]:
+        """Most blocks of each row of a block table that are held at a time. With a window those are what the first
+        token of a chunk sees behind it, and the chunk, neither of which need begin with a block."""
+        chunk = self.table_len(self.block_size - 1 + max(self.max_num_batched_tokens, self.num_decode_steps))
+        return tuple(sys.maxsize if window is None else self.table_len(window - 1) + chunk for window in self.windows)
+
+    def _num_blocks_in(self, table_len: int) -> int:
+        return sum(min(table_len, most) for most in self._most_in_rows)
+
+    def _table_len_in(self, num_blocks: int) -> int:
+        """The longest block table that so many blocks always suffice for."""
+        lengths = range(self.table_len(self.max_model_len) + 1)
+        return bisect_right(lengths, num_blocks, key=self._num_blocks_in) - 1
 
 
 def _buckets(limit: int, *, powers_from: int, halfway: bool) -> tuple[int, ...]:

@@ -27,6 +27,14 @@ WRONG = 9999
 """Sampled from such a slot: somebody's output would have it."""
 
 
+Windows = tuple[int | None, ...]
+
+
+def seen(token_ids: Sequence[int], windows: Windows) -> Sequence[int]:
+    """What the last token sees of all tokens, in the group that sees most."""
+    return token_ids if None in windows else token_ids[-max(window or 0 for window in windows) :]
+
+
 def next_token(token_ids: Sequence[int], seed: int = 0, sample_index: int = 0, num_outputs: int = 0) -> int:
     """The fake model and its sampler: depends on every token, on their order and on the random stream."""
     stream = np.array([seed >> 32, seed & 0xFFFFFFFF, sample_index, num_outputs], np.uint32).tobytes()
@@ -48,20 +56,27 @@ def best_candidates(contexts: Sequence[Sequence[int]], scores: Sequence[float], 
 
 
 def completion_reference(
-    prompt: Sequence[int], num_tokens: int, seed: int = 0, sample_index: int = 0, outputs: Sequence[int] = ()
+    prompt: Sequence[int],
+    num_tokens: int,
+    seed: int = 0,
+    sample_index: int = 0,
+    outputs: Sequence[int] = (),
+    windows: Windows = (None,),
 ) -> list[int]:
     """All outputs of a completion alone, of which the first are `outputs`."""
     outputs = list(outputs)
     while len(outputs) < num_tokens:
-        outputs.append(next_token([*prompt, *outputs], seed, sample_index, len(outputs)))
+        outputs.append(next_token(seen([*prompt, *outputs], windows), seed, sample_index, len(outputs)))
     return outputs
 
 
-def beam_reference(prompt: Sequence[int], params: BeamSearchParams, max_tokens: int) -> list[Hypothesis]:
+def beam_reference(
+    prompt: Sequence[int], params: BeamSearchParams, max_tokens: int, windows: Windows = (None,)
+) -> list[Hypothesis]:
     """The outputs of a search alone."""
     search = BeamSearch(params, frozenset(), max_tokens)
     while not search.is_done:
-        contexts = [[*prompt, *outputs] for outputs in search.token_ids]
+        contexts = [seen([*prompt, *outputs], windows) for outputs in search.token_ids]
         search.advance(*best_candidates(contexts, search.scores, search.num_candidates))
     return search.hypotheses()
 
@@ -171,18 +186,27 @@ class FakeRunner(ModelRunner):
             raise DeviceError
         allocator = self.engine.scheduler.allocator
         num_tokens = int(batch.attn.query_start_loc[-1])
-        slots = np.asarray(batch.attn.slot_mapping[:num_tokens])
-        is_real = slots >= self.config.block_size
-        assert len(set(slots[is_real].tolist())) == is_real.sum(), "two tokens in one slot"
-        for block in set((slots[is_real] // self.config.block_size).tolist()):
-            assert allocator.ref_count(block) <= 1, f"a write into block {block}, which is shared"
         token_ids = [self.last_tokens[-1 - token] if token < 0 else token for token in batch.token_ids[:num_tokens]]
-        self.pool.reshape(-1)[slots] = np.where(is_real, token_ids, NOTHING)
-        self.num_tokens += int(is_real.sum())
+        written: set[int] = set()
+        for attn in batch.groups:
+            slots = np.asarray(attn.slot_mapping[:num_tokens])
+            is_real = slots >= self.config.block_size
+            assert len(written) + is_real.sum() == len(written | set(slots[is_real].tolist())), "two tokens in one slot"
+            written |= set(slots[is_real].tolist())
+            self.pool.reshape(-1)[slots] = np.where(is_real, token_ids, NOTHING)
+        for block in {slot // self.config.block_size for slot in written}:
+            assert allocator.ref_count(block) <= 1, f"a write into block {block}, which is shared"
+        self.num_tokens += len(written) // len(batch.groups)
 
     def _context(self, batch: Any, index: int) -> list[int]:
+        """What the token sees in the group that sees most; nothing if the others hold other tokens."""
         row = int(np.searchsorted(batch.attn.query_start_loc, index, side="right")) - 1
-        return self.pool[batch.attn.block_tables[row]].ravel()[: batch.attn.context_lens[row]].tolist()
+        contexts = [
+            list(seen(self.pool[attn.block_tables[row]].ravel()[: attn.context_lens[row]].tolist(), (window,)))
+            for attn, window in zip(batch.groups, self.config.windows, strict=True)
+        ]
+        most = max(contexts, key=len)
+        return most if all(most[len(most) - len(each) :] == each for each in contexts) else [NOTHING]
 
     def _sample(self, batch: Any) -> np.ndarray:
         sampled = np.zeros(len(batch.logits_indices), np.int32)
@@ -203,7 +227,8 @@ class FakeRunner(ModelRunner):
         for g, group in enumerate(beams.groups):
             count = len(group.requests)
             contexts = [self._context(batch, int(beams.source[row])) for row in beams.rows[g, :count]]
-            assert contexts == [request.token_ids for request in group.requests], "the KV is not the beam's"
+            expected = [seen(request.token_ids, self.config.windows) for request in group.requests]
+            assert contexts == expected, "the KV is not the beam's"
             assert np.isneginf(beams.scores[g, count:]).all()
             columns = best_candidates(contexts, beams.scores[g, :count].tolist(), size)
             for out, column in zip((scores, which, tokens), columns, strict=True):

@@ -29,7 +29,7 @@ def running(prompt, outputs, num_computed, blocks, params=GREEDY, seed=0, sample
     request.token_ids += outputs
     request.num_computed_tokens = num_computed
     request.block_table = BlockTable(BlockAllocator(0), CONFIG.block_size)
-    request.block_table.blocks = array("i", blocks)
+    request.block_table.rows = [array("i", blocks)]
     request.status = RequestStatus.RUNNING
     return request
 

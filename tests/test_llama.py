@@ -157,7 +157,7 @@ def paged_logits(model: CausalLM, params: Params, sequences: jax.Array, whole_st
     for step in [*zip(*CHUNKS, strict=True), *[(1, 1)] * NUM_DECODES]:
         for request, num_new in zip(requests, step, strict=True):
             while len(request.block_table) * BLOCK_SIZE < request.num_computed_tokens + num_new:
-                request.block_table.blocks.append(int(next(free)))
+                request.block_table.rows[0].append(int(next(free)))
         batch = build_batch(SchedulerOutput(dict(zip(requests, step, strict=True)), sampling=requests), config)
         assert len(batch.token_ids) == len(batch.logits_indices)
         batch = dataclasses.replace(batch, logits_indices=np.arange(len(batch.token_ids), dtype=np.int32))

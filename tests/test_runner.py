@@ -118,11 +118,11 @@ def test_b69_integrity_checks_refuse_what_would_leave_the_pool(spoil):
     (request,) = scheduled.sampling
     match spoil:
         case "block":
-            request.block_table.blocks[0] = engine.config.num_blocks + 1
+            request.block_table.rows[0][0] = engine.config.num_blocks + 1
         case "negative block":
-            request.block_table.blocks[1] = -1
+            request.block_table.rows[0][1] = -1
         case "missing block":
-            request.block_table.blocks.pop()
+            request.block_table.rows[0].pop()
         case "token":
             request.token_ids[2] = -1
     with pytest.raises(AssertionError):

@@ -177,6 +177,7 @@ class World:
         self.check_clean()
 
     def check_outputs(self) -> None:
+        windows = self.engine.config.windows
         for name, (prompt, params, known) in self.asked.items():
             output = self.outputs[name]
             assert output.prompt_token_ids == prompt
@@ -185,11 +186,12 @@ class World:
                     continue
                 if isinstance(params, BeamSearchParams):
                     max_tokens = min(params.max_tokens or 0, self.limits[name] - len(prompt))
-                    found = beam_reference(prompt, params, max_tokens)[completion.index]
+                    found = beam_reference(prompt, params, max_tokens, windows)[completion.index]
                     assert (completion.token_ids, completion.score) == (list(found.token_ids), found.score)
                 else:
                     seed = self.fork_seeds.get(name, params.seed or 0) if params.temperature else 0
-                    expected = completion_reference(prompt, len(completion.token_ids), seed, completion.index, known)
+                    num_tokens = len(completion.token_ids)
+                    expected = completion_reference(prompt, num_tokens, seed, completion.index, known, windows)
                     assert completion.token_ids == expected
                     self.check_end(name, completion, len(prompt), params, known)
 
@@ -234,6 +236,7 @@ def drawn_world(seed: int) -> World:
         num_decode_steps=rng.choice([1, 1, 2, 5]),
         async_scheduling=rng.random() < 0.6,
         scheduling_policy=rng.choice(["fcfs", "priority"]),
+        windows=rng.choice([(None,), (None,), (7,), (None, 5), (16, None, 16), (1, 9)]),
     )
     now = itertools.count()
     engine.clock = lambda: float(next(now))
@@ -250,7 +253,7 @@ def test_any_schedule(seed):
 def test_hundreds_of_schedules(part):
     """And they do share, copy, preempt, hit, fork, hold and fail. `python tests/test_sharing_schedules.py FIRST COUNT`
     runs any number of them."""
-    totals = dict.fromkeys(("copies", "preemptions", "hits", "failures"), 0)
+    totals = dict.fromkeys(("copies", "preemptions", "hits", "failures", "windowed hits"), 0)
     for seed in range(part * 100, part * 100 + 100):
         world = drawn_world(seed)
         try:
@@ -263,6 +266,7 @@ def test_hundreds_of_schedules(part):
         totals["preemptions"] += stats.num_preemptions
         totals["hits"] += stats.prefix_cache_hit_tokens
         totals["failures"] += world.num_failures
+        totals["windowed hits"] += stats.prefix_cache_hit_tokens * any(world.engine.config.windows)
     assert all(total >= 15 for total in totals.values()), totals
 
 

@@ -24,7 +24,7 @@ SWAP = {"preemption": "swap", "num_swap_blocks": 64}
 
 def sharing(group: SequenceGroup, num_blocks: int | None = None) -> list[list[int]]:
     """Which of the first blocks the group's tables have in common, whatever their ids: each by when it comes first."""
-    tables = [request.block_table.blocks[:num_blocks] for request in group.requests]
+    tables = [request.block_table.rows[0][:num_blocks] for request in group.requests]
     names = {block: i for i, block in enumerate(dict.fromkeys(chain.from_iterable(tables)))}
     return [[names[block] for block in table] for table in tables]
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pagedjax.blocks.allocator import NULL_BLOCK
 from pagedjax.scheduling.scheduler import Scheduler
 
 
@@ -19,6 +20,8 @@ class BlockInfo:
     """Position, in its sequence, of its first slot; None for one that holds nothing that anyone could use."""
     token_ids: tuple[int, ...]
     """Tokens whose KV is in it."""
+    layer_group: int = 0
+    """Of which layers of these tokens: see `ModelConfig.layer_groups`."""
 
     @property
     def ref_count(self) -> int:
@@ -82,20 +85,22 @@ def build_memory_map(scheduler: Scheduler) -> MemoryMap:
     ]
     tables += [("pinned" if held.is_pinned else "held", held.token_ids, held.block_table) for held in scheduler.kv.held]
     holders: dict[int, list[str]] = {}
-    contents: dict[int, tuple[int, tuple[int, ...]]] = {}
+    contents: dict[int, tuple[int, tuple[int, ...], int]] = {}
     for name, token_ids, table in tables:
-        for i, block in enumerate(table.blocks):
+        for group, i, block in (
+            (group, i, block) for group, row in enumerate(table.rows) for i, block in enumerate(row)
+        ):
+            if block == NULL_BLOCK:
+                continue
             holders.setdefault(block, []).append(name)
-            content = tuple(token_ids[i * size : min((i + 1) * size, table.num_tokens)])
-            contents[block] = max(
-                contents.get(block, (i * size, ())), (i * size, content), key=lambda each: len(each[1])
-            )
+            content = (i * size, tuple(token_ids[i * size : min((i + 1) * size, table.num_tokens)]), group)
+            contents[block] = max(contents.get(block, content), content, key=lambda each: len(each[1]))
 
     def info(block: int) -> BlockInfo:
         cached = allocator.note_of(block)
-        first, token_ids = contents.get(block) or (
-            (cached.first_position, tuple(cached.token_ids)) if cached else (None, ())
+        first, token_ids, group = contents.get(block) or (
+            (cached.first_position, tuple(cached.token_ids), cached.layer_group) if cached else (None, (), 0)
         )
-        return BlockInfo(block, tuple(holders.get(block, ())), cached is not None, first, token_ids)
+        return BlockInfo(block, tuple(holders.get(block, ())), cached is not None, first, token_ids, group)
 
     return MemoryMap(size, tuple(info(block) for block in range(1, allocator.num_blocks + 1)))

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-from pagedjax.blocks.allocator import BlockAllocator
-from pagedjax.blocks.table import BlockTable
+from pagedjax.blocks.allocator import NULL_BLOCK, BlockAllocator
+from pagedjax.blocks.table import BlockTable, Rows, first_seen
 from pagedjax.scheduling.request import HeldKV, Request
 
 
@@ -19,17 +19,21 @@ class CachedContent(NamedTuple):
 
     first_position: int
     token_ids: array
+    layer_group: int
+    """Of which layers."""
 
 
 class PrefixCache:
     """Names blocks by a SHA-256 that is chained over them: the name of the block before, and the block's own token ids.
 
-    So equal names mean equal tokens from the first on, and the same `version`; nothing needs comparing on a hit.
+    So equal names mean equal tokens from the first on, and the same `version`; nothing needs comparing on a hit. Each
+    group of layers has its own block of these tokens, under the name with the group's number.
     """
 
-    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+    def __init__(self, allocator: BlockAllocator, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
         self.allocator = allocator
         self.block_size = block_size
+        self.windows = windows
         self.num_query_tokens = 0
         """Tokens of the requests that were looked up, once each."""
         self.num_hit_tokens = 0
@@ -45,16 +49,32 @@ class PrefixCache:
         # What else the KV depends on, such as an adapter, belongs here too.
         self._root = sha256(f"version {self._version}".encode()).digest()
 
-    def find(self, request: Request, max_tokens: int) -> Sequence[int]:
-        """The blocks of the longest known beginning of a request, `max_tokens` long at most; they are not held yet."""
+    def find(self, request: Request, max_tokens: int) -> Rows:
+        """The blocks of the longest beginning of a request that is known to all groups, `max_tokens` long at most; they
+        are not held yet. A group with a window need not know more than what is seen from there on."""
         num_blocks = max_tokens // self.block_size
         self._extend_names(request.block_names, request.token_ids, num_blocks)
-        blocks = []
-        for name in request.block_names[:num_blocks]:
-            if (block := self.allocator.find(name)) is None:
-                break
-            blocks.append(block)
-        return blocks
+        names = request.block_names[:num_blocks]
+        found: list[list[int]] = []
+        while len(found) < len(self.windows):
+            row, num_known = self._find_row(names, len(found))
+            if num_known == len(names):
+                found.append(row)
+            else:  # and those before it have to do with less, too
+                found, names = [], names[:num_known]
+        return found
+
+    def _find_row(self, names: Sequence[bytes], group: int) -> tuple[list[int], int]:
+        """A group's blocks under these names; and how many of the names are worth another try, all if it has them."""
+        row = [NULL_BLOCK] * len(names)
+        first = first_seen(len(names) * self.block_size, self.windows[group], self.block_size)
+        # Without a window the first that is missing decides, with one the last.
+        indices = range(len(names)) if self.windows[group] is None else range(len(names) - 1, first - 1, -1)
+        for i in indices:
+            if (block := self.allocator.find(_name_in(group, names[i]))) is None:
+                return [], i
+            row[i] = block
+        return row, len(names)
 
     def publish(self, request: Request) -> None:
         """Makes a request's full blocks findable. Those whose content another block has too stay without a name."""
@@ -73,8 +93,10 @@ class PrefixCache:
     def _publish(self, names: list[bytes], token_ids: list[int], table: BlockTable, first: int) -> None:
         for i in range(first, len(names)):
             start = i * self.block_size
-            note = CachedContent(start, array("i", token_ids[start : start + self.block_size]))
-            self.allocator.name(table.blocks[i], names[i], note)
+            content = array("i", token_ids[start : start + self.block_size])
+            for group, row in enumerate(table.rows):
+                if row[i] != NULL_BLOCK:
+                    self.allocator.name(row[i], _name_in(group, names[i]), CachedContent(start, content, group))
 
     def _extend_names(self, names: list[bytes], token_ids: list[int], num_blocks: int) -> None:
         size = self.block_size
@@ -82,3 +104,7 @@ class PrefixCache:
             start = len(names) * size
             content = array("q", token_ids[start : start + size]).tobytes()
             names.append(sha256((names[-1] if names else self._root) + content).digest())
+
+
+def _name_in(group: int, name: bytes) -> bytes:
+    return name + group.to_bytes(2) if group else name

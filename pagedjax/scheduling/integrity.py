@@ -19,7 +19,7 @@ def check_integrity(scheduler: Any) -> None:
         assert all(request.group is group and request.status is group.status for request in group.requests)
     for request in running:
         _check_running(request)
-        assert len(request.block_table) == scheduler.config.num_blocks_for(request.num_computed_tokens)
+        assert len(request.block_table) == scheduler.config.table_len(request.num_computed_tokens)
     for request in waiting:
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
         if request.status is RequestStatus.SWAPPED:
@@ -34,6 +34,7 @@ def check_integrity(scheduler: Any) -> None:
 def _check_running(request: Request) -> None:
     assert request.status is RequestStatus.RUNNING
     assert request.num_computed_tokens == request.block_table.num_tokens < request.num_tokens
+    assert request.block_table.reaches(request.num_computed_tokens)
     assert request.num_tokens <= request.max_num_tokens
     is_ended = request.generates and request.num_tokens == request.max_num_tokens
     assert request.num_pending_tokens or not is_ended

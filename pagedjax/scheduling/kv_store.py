@@ -1,10 +1,10 @@
 """What is in the pool's blocks beside what running requests hold: kept, pinned and findable KV. Host only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from pagedjax.blocks.allocator import BlockAllocator
 from pagedjax.blocks.prefix_cache import PrefixCache
-from pagedjax.blocks.table import BlockTable
+from pagedjax.blocks.table import BlockTable, Rows
 from pagedjax.config import EngineConfig
 from pagedjax.scheduling.request import NO_BLOCKS, HeldKV, Request
 
@@ -15,7 +15,9 @@ class KVStore:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.allocator = BlockAllocator(config.num_blocks)
-        self.prefix_cache = PrefixCache(self.allocator, config.block_size) if config.enable_prefix_caching else None
+        self.prefix_cache = (
+            PrefixCache(self.allocator, config.block_size, config.windows) if config.enable_prefix_caching else None
+        )
         self.held: dict[HeldKV, None] = {}
         """KV with blocks, the one that will be dropped first in front."""
         self.pinned: dict[HeldKV, None] = {}
@@ -26,18 +28,24 @@ class KVStore:
         """Blocks that are not for pinned KV."""
         return self.config.num_blocks - sum(self.config.num_blocks_for(len(held.token_ids)) for held in self.pinned)
 
-    def new_table(self, blocks: Iterable[int] = (), num_tokens: int = 0) -> BlockTable:
+    def new_table(self, rows: Rows = (), num_tokens: int = 0) -> BlockTable:
         """A table of nothing, or of what `find` has found."""
-        return BlockTable.of_found(self.allocator, self.config.block_size, blocks, num_tokens)
+        table = BlockTable(self.allocator, self.config.block_size, self.config.windows, rows)
+        table.num_tokens = num_tokens
+        return table
 
-    def find(self, request: Request) -> tuple[Sequence[int], int]:
-        """Blocks that hold the KV of a request's first tokens, and of how many: of what it goes on from, or cached."""
-        limit, size = request.max_cached_tokens, self.config.block_size
-        blocks = self.prefix_cache.find(request, limit) if self.prefix_cache is not None else ()
-        num_held = min(request.source.block_table.num_tokens, limit) if request.source else 0
-        if request.source and num_held > len(blocks) * size:
-            return request.source.block_table.blocks[: self.config.num_blocks_for(num_held)], num_held
-        return blocks, len(blocks) * size
+    def find(self, request: Request, limit: int) -> tuple[Rows, int]:
+        """Rows of blocks that hold the KV of a request's first tokens, `limit` at most, and of how many: of what it
+        goes on from, or cached."""
+        limit = min(limit, request.max_cached_tokens)
+        rows = self.prefix_cache.find(request, limit) if self.prefix_cache is not None else ()
+        num_cached = len(rows[0]) * self.config.block_size if rows else 0
+        if request.source is not None:
+            table = request.source.block_table
+            num_held = min(table.num_tokens, limit)
+            if num_held > num_cached and table.reaches(num_held):
+                return [row[: self.config.table_len(num_held)] for row in table.rows], num_held
+        return rows, num_cached
 
     def publish(self, request: Request) -> None:
         """Makes the full blocks that a request has computed findable."""
@@ -96,7 +104,7 @@ class KVStore:
     def num_droppable_blocks(self) -> int:
         """Blocks that held KV without a pin has; more than would come free where two share one."""
         droppable = (held for held in self.held if not held.is_pinned)
-        return sum(len(held.block_table) for held in droppable)
+        return sum(len(held.block_table.blocks) for held in droppable)
 
     def drop_oldest(self) -> bool:
         """Drops what has been held longest, if anything is that is not pinned."""

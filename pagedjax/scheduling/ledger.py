@@ -29,7 +29,8 @@ class Ledger:
         self.config = config
         self.kv = KVStore(config)
         self.allocator = self.kv.allocator
-        self.swap = SwapSpace(config.num_swap_blocks, config.block_size, self.allocator)
+        self.swap = SwapSpace(config, self.allocator)
+        self._has_windows = any(config.windows)
         self.running: Queue = OrderedDict()
         self.waiting: Queue = OrderedDict()
         self.num_preemptions = 0
@@ -244,6 +245,7 @@ class Ledger:
 def share(parent: Request, child: Request, num_tokens: int) -> None:
     """Lets `child` go on from the parent's first `num_tokens` tokens."""
     num_full = num_tokens // parent.block_table.block_size
+    assert parent.block_table.reaches(num_tokens), "the child would see what its parent's window has passed"
     child.block_table = parent.block_table.fork(num_tokens)
     child.num_computed_tokens = num_tokens
     child.block_names = parent.block_names[:num_full]

@@ -27,9 +27,10 @@ def check_fits(group: SequenceGroup, config: EngineConfig, num_blocks: int) -> N
 def most_blocks(group: SequenceGroup, config: EngineConfig) -> int:
     """What a group needs if it runs alone; parts of one that is not a search can run one after another."""
     request = group.requests[0]
-    num_each = config.num_blocks_for(request.max_num_tokens - request.generates)  # the last one needs no slot
-    num_shared = len(request.prompt_token_ids) // config.block_size
-    return num_each if group.search is None else num_shared + group.max_num_seqs * (num_each - num_shared)
+    num_tokens = request.max_num_tokens - request.generates  # the last one needs no slot
+    if group.search is None:
+        return config.num_blocks_for(num_tokens)
+    return config.num_blocks_for_beams(group.max_num_seqs, num_tokens, len(request.prompt_token_ids))
 
 
 def _check_prompt(request: Request, config: EngineConfig, num_blocks: int) -> None:

@@ -162,7 +162,7 @@ class Scheduler(Ledger):
             if group.status is RequestStatus.SWAPPED:
                 self._bring_back(group, step)
             else:
-                self._start(group, self.kv.new_table(room.blocks, room.num_tokens))
+                self._start(group, self.kv.new_table(room.rows, room.num_tokens))
             budget = self._schedule_group(group, step, budget, num_behind=0)
             assert group.status is RequestStatus.RUNNING, "admitted without room"
 
@@ -209,6 +209,8 @@ class Scheduler(Ledger):
 
     def _grow(self, request: Request, num_new: int, step: SchedulerOutput) -> bool:
         """Gives a request blocks for its next `num_new` tokens; the newest make room. False if it had to go itself."""
+        if self._has_windows:
+            request.block_table.give_up_passed()
         while (copies := request.block_table.append(num_new)) is None:
             if not self.kv.drop_oldest():
                 self._make_room(step)

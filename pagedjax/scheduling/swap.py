@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from itertools import chain
 
-from pagedjax.blocks.allocator import BlockAllocator
+from pagedjax.blocks.allocator import NULL_BLOCK, BlockAllocator
 from pagedjax.blocks.table import BlockTable
+from pagedjax.config import EngineConfig
 from pagedjax.scheduling.group import SequenceGroup
 
 NO_COPIES: Mapping[int, int] = {}
@@ -17,9 +18,9 @@ class SwapSpace:
     block ids change here: the step that they are scheduled for moves what is in the blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, pool: BlockAllocator) -> None:
-        self.host = BlockAllocator(num_blocks)
-        self.block_size = block_size
+    def __init__(self, config: EngineConfig, pool: BlockAllocator) -> None:
+        self.config = config
+        self.host = BlockAllocator(config.num_swap_blocks)
         self.pool = pool
         self.num_swapped_out = 0
         """Blocks that went to the host so far."""
@@ -41,21 +42,20 @@ class SwapSpace:
 
     def new_table(self) -> BlockTable:
         """A table of nothing, for a sequence of a swapped group that has not begun."""
-        return BlockTable(self.host, self.block_size)
+        return BlockTable(self.host, self.config.block_size, self.config.windows)
 
     def num_blocks_for_return(self, group: SequenceGroup) -> int:
         """Blocks that a swapped group needs, with those that its next tokens will take."""
-        size = self.block_size
-        num_shared = group.num_common_tokens // size
+        config = self.config
         wanted = len(set(chain.from_iterable(request.block_table.blocks for request in group.requests)))
         for request in group.requests:
-            num_blocks, table = -(-request.num_tokens // size), request.block_table
+            table = request.block_table
             if request.fork_of is not None:
-                wanted += max(1, num_blocks - num_shared)
+                wanted += config.num_own_blocks_for(request.num_tokens, group.num_common_tokens)
                 continue
-            wanted += num_blocks - len(table)
-            if table.num_tokens % size and self.host.ref_count(table.blocks[-1]) > 1:
-                wanted += 1  # a shared block that it will write to, and so copy
+            wanted += config.num_blocks_for(request.num_tokens - len(table) * config.block_size)
+            if table.num_tokens % config.block_size:  # shared blocks that it will write to, and so copy
+                wanted += sum(self.host.ref_count(row[-1]) > 1 for row in table.rows)
         return wanted
 
     def check_integrity(self, tables: list[BlockTable]) -> None:
@@ -69,17 +69,18 @@ def _move_tables(group: SequenceGroup, target: BlockAllocator, copies: Mapping[i
     contents = {}
     for request, table in old_tables.items():
         num_blocks = -(-request.num_computed_tokens // table.block_size)  # not what it was to compute next
-        contents[request] = [copies.get(block, block) for block in table.blocks[:num_blocks]]
-    distinct = dict.fromkeys(chain.from_iterable(contents.values()))
+        contents[request] = [[copies.get(block, block) for block in row[:num_blocks]] for row in table.rows]
+    held = chain.from_iterable(chain.from_iterable(rows) for rows in contents.values())
+    distinct = dict.fromkeys(block for block in held if block != NULL_BLOCK)
     if len(distinct) > target.num_free_blocks:
         return {}
     new_blocks = {}
     for block in distinct:
         new_blocks[block] = target.allocate()
-    for request, blocks in contents.items():
-        moved = (new_blocks[block] for block in blocks)
-        size, num_tokens = request.block_table.block_size, request.num_computed_tokens
-        request.block_table = BlockTable.of_found(target, size, moved, num_tokens)
+    for request, rows in contents.items():
+        old, moved = request.block_table, [[new_blocks.get(block, NULL_BLOCK) for block in row] for row in rows]
+        request.block_table = BlockTable(target, old.block_size, old.windows, moved)
+        request.block_table.num_tokens = request.num_computed_tokens
     for block in new_blocks.values():
         target.free(block)  # the tables hold them now
     for table in old_tables.values():
