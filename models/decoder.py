@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pagedjax.kv_cache import KVCache
 from pagedjax.model_input import ModelInput
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.rope import RopeConfig
 from pagedjax.pallas_kernels.attention import paged_attention
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
 from pagedjax.pallas_kernels.pool_ops import write_kv
@@ -39,17 +40,22 @@ class RMSNorm(nn.Module):
         return normed * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
-def rope_tables(inv_freq: Float32[Array, "d"], positions: Int32[Array | np.ndarray, "*B T"]) -> Rope:
-    """cos and sin of every position's angles, d = head_dim / 2, with an axis for the heads. Always in f32."""
+def rope_tables(rope: RopeConfig, head_dim: int, positions: Int32[Array | np.ndarray, "*B T"]) -> Rope:
+    """cos and sin of every position's angles times `attention_factor`, d = rotary_dim / 2, with an axis for the heads.
+    Always in f32; computed from the positions, so that they are as long as any context."""
+    inv_freq = jnp.asarray(rope.inv_freq(head_dim))
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(inv_freq, range(positions.ndim))
-    return jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    scale = rope.attention_factor
+    return jnp.cos(angles)[..., None, :] * scale, jnp.sin(angles)[..., None, :] * scale
 
 
 def apply_rope(x: Float[Array, "*B T H D"], rope: Rope) -> Float[Array, "*B T H D"]:
-    """Rotary position embedding (arXiv 2104.09864); pairs dimension i with i + head_dim / 2, as HF checkpoints do."""
+    """Rotary position embedding (arXiv 2104.09864) of the first 2 d dimensions; pairs i with i + d, as HF does."""
     cos, sin = rope
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    num_pairs = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second, rest = jnp.split(wide, [num_pairs, 2 * num_pairs], axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return rotated.astype(x.dtype)
 
 
@@ -123,9 +129,9 @@ class DecoderLayer(nn.Module):
 
 @partial(jax.jit, static_argnums=0)
 def _embed(config: ModelConfig, params: Params, batch: ModelInput) -> tuple[Float[Array, "T D"], Rope]:
-    inv_freq = jnp.asarray(config.rope.inv_freq(config.head_dim))
     embedding = params["embed_tokens"]["embedding"]
-    return embedding.at[batch.token_ids].get(mode="clip"), rope_tables(inv_freq, batch.positions)
+    hidden = embedding.at[batch.token_ids].get(mode="clip")
+    return hidden, rope_tables(config.rope, config.head_dim, batch.positions)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnames="kv")
@@ -191,7 +197,7 @@ class CausalLM(nn.Module):
     def __call__(self, token_ids: Int32[Array, "B T"]) -> Float32[Array, "B T V"]:
         """Logits of every position, causal attention without a cache."""
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None, :], token_ids.shape)
-        rope = rope_tables(jnp.asarray(self.config.rope.inv_freq(self.config.head_dim)), positions)
+        rope = rope_tables(self.config.rope, self.config.head_dim, positions)
         x = self.embed_tokens(token_ids)
         for layer in self.layers:
             x, _ = layer(x, rope)

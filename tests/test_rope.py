@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tiny_models import tiny
 
-from pagedjax.models.config import RopeConfig, config_from_hf
+from pagedjax.models.config import config_from_hf
+from pagedjax.models.rope import RopeConfig
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 SPELLINGS = {
@@ -74,7 +75,7 @@ def test_original_length_defaults_to_the_models():
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("spelled", ["type", "rope_type"])
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "su", "mrope", "llama4"])
+@pytest.mark.parametrize("kind", ["ntk", "proportional", "axial", "su", "mrope", "llama4"])
 def test_other_types_are_refused(key, spelled, kind):
     with pytest.raises(ValueError, match=f"rope_type: got '{kind}'"):
         config_from_hf(tiny(**{key: {spelled: kind, "factor": 2.0}}))
@@ -88,8 +89,8 @@ REFUSED = {
         "the same rope_type",
     ),
     "per layer type": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
-    "partial": ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-    "partial, outside": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "more than all": ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "partial_rotary_fa"),
+    "odd share": ({"partial_rotary_factor": 0.3}, r"partial_rotary_factor: got .*0.3 of head_dim = 16.*even number"),
     "factor 0": ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": 0}}, "factor: got 0"),
     "text": ({"rope_theta": "500"}, "rope_theta: got '500'"),
     "order": ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor"),
