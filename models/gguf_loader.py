@@ -3,6 +3,7 @@
 Source of the format: the `gguf` package and its key names (`<arch>.attention.head_count`, ...).
 """
 
+import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from pagedjax.models.config import ModelConfig, RopeConfig, as_token_ids, head_d
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 ROPE_FREQS = "rope_freqs.weight"
+DEQUANTIZE_VALUES = 2**20
+"""Dequantised at a time."""
 # What ends a text: the end of a text, of a turn, of a message that waits for a tool.
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -47,7 +50,13 @@ class _FastReader(GGUFReader):
 
     @data.setter
     def data(self, mapped: np.ndarray) -> None:
+        self._mapping = mapped.base
         self._plain_data = np.asarray(mapped)
+
+    def forget_pages(self) -> None:
+        """Gives back the memory of what was read so far; reading it again reads the file again."""
+        if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def open_gguf(path: Path) -> GGUFReader:
@@ -132,7 +141,10 @@ def iter_gguf_tensors(reader: GGUFReader, config: ModelConfig) -> Iterator[tuple
             num_heads = config.num_heads if match[1] == "q" else config.num_kv_heads
             if array.shape[0] == num_heads * config.head_dim:  # else build_params names the wrong shape
                 array = unpermute_rows(array, num_heads)
+        if isinstance(reader, _FastReader):
+            reader.forget_pages()
         yield hf_name(tensor.name), array
+        del array  # or it would be in memory beside the next
 
 
 def hf_name(name: str) -> str:
@@ -151,8 +163,14 @@ def dequantize_tensor(tensor: ReaderTensor) -> Float32[np.ndarray, "..."]:
         raise ValueError(
             f"tensor {tensor.name} is of quantisation type {kind}, expected one of {', '.join(QUANT_TYPES)}"
         )
-    values = dequantize(tensor.data, tensor.tensor_type)
-    return values.reshape([int(size) for size in tensor.shape[::-1]])
+    values = np.empty([int(size) for size in tensor.shape[::-1]], np.float32)
+    rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+    out = values.reshape(len(rows), -1)
+    # A few rows at a time: the package makes two more copies of what it is given.
+    step = max(1, DEQUANTIZE_VALUES // out.shape[1])
+    for start in range(0, len(rows), step):
+        out[start : start + step] = dequantize(rows[start : start + step], tensor.tensor_type)
+    return values
 
 
 def unpermute_rows(array: Float[np.ndarray, "rows ..."], num_heads: int) -> Float[np.ndarray, "rows ..."]:

@@ -11,9 +11,10 @@ from pagedjax.models.catalogue import resolve
 from pagedjax.models.config import ModelConfig, check_float_dtype, config_from_hf
 from pagedjax.models.gguf_loader import config_from_gguf, iter_gguf_tensors, metadata_value, open_gguf
 from pagedjax.models.gguf_tokenizer import tokenizer_from_gguf
+from pagedjax.models.placement import build_params
 from pagedjax.models.safetensors_loader import iter_tensors, read_json, stored_dtype
 from pagedjax.models.tokenizer import eos_token_ids, has_tokenizer, load_tokenizer
-from pagedjax.models.weights import Params, build_params
+from pagedjax.models.weights import Params
 
 
 class Checkpoint(NamedTuple):

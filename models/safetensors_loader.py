@@ -2,15 +2,28 @@
 
 import json
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 FLOAT_CODES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file."""
+
+    code: str
+    """Its type, as the format writes it."""
+    shape: tuple[int, ...]
+    start: int
+    """Where its data begins in the file, in bytes."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,24 +64,48 @@ def shard_names(folder: Path) -> dict[str, frozenset[str]]:
 
 
 def iter_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a model folder, (name, array in the file's own float type), read one at a time."""
-    for file, names in shard_names(folder).items():
-        with safe_open(folder / file, framework="np") as shard:
-            for name in sorted(names):
-                code = shard.get_slice(name).get_dtype()
-                if code not in FLOAT_CODES and not name.endswith("rotary_emb.inv_freq"):
-                    raise ValueError(f"tensor {name} is of type {code}, expected one of {', '.join(FLOAT_CODES)}")
-                yield name, shard.get_tensor(name)
+    """The tensors of a model folder, (name, array in the file's own float type), one at a time in the files' order.
+
+    They are read, not mapped: pages of a mapped file stay in memory until the whole file is closed.
+    """
+    for file in shard_names(folder):
+        with (folder / file).open("rb") as stream:
+            for name, tensor in _read_header(stream).items():
+                if tensor.code in FLOAT_CODES:
+                    stream.seek(tensor.start)
+                    values = np.fromfile(stream, _DTYPES[tensor.code], prod(tensor.shape))
+                    yield name, values.reshape(tensor.shape)
+                    del values  # or it would be in memory beside the next
+                elif not name.endswith("rotary_emb.inv_freq"):
+                    raise ValueError(
+                        f"tensor {name} is of type {tensor.code}, expected one of {', '.join(FLOAT_CODES)}"
+                    )
 
 
 def stored_dtype(folder: Path) -> str:
     """The float type of the first tensor: what a checkpoint is in whose config names no dtype."""
     file, names = next(iter(shard_names(folder).items()))
-    with safe_open(folder / file, framework="np") as shard:
-        code = shard.get_slice(min(names)).get_dtype()
+    with (folder / file).open("rb") as stream:
+        code = _read_header(stream)[min(names)].code
     if code not in FLOAT_CODES:
         raise ValueError(f"tensor {min(names)} is of type {code}, expected one of {', '.join(FLOAT_CODES)}")
     return FLOAT_CODES[code]
+
+
+def _read_header(stream: BinaryIO) -> dict[str, StoredTensor]:
+    """Where the tensors of an open file lie, in their order there.
+
+    The format: eight bytes with the header's length, the header as JSON, the data. `_names_in` has had the package
+    check it.
+    """
+    length = int.from_bytes(stream.read(8), "little")
+    header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    found = {
+        name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1].start))
 
 
 def _names_in(path: Path) -> frozenset[str]:

@@ -1,17 +1,12 @@
 """The names of a checkpoint's tensors, and the rule that each is used exactly once or named in an error.
 
 Parameters are a plain nested dict of jax arrays in the shape that the flax module's `init` gives, under Hugging
-Face's names. Both loaders (safetensors, GGUF) speak Hugging Face's tensor names and end in `build_params`.
+Face's names. Both loaders (safetensors, GGUF) speak Hugging Face's tensor names; `placement.py` does the placing.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from pagedjax.models.config import ModelConfig, check_float_dtype
+from pagedjax.models.config import ModelConfig
 
 Params = dict[str, Any]
 
@@ -69,60 +64,3 @@ def is_ignorable(name: str, config: ModelConfig) -> bool:
     - `...rotary_emb.inv_freq`, a buffer of old checkpoints that follows from the config.
     """
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
-
-
-def build_params(
-    config: ModelConfig, tensors: Iterable[tuple[str, np.ndarray]], dtype: str, progress: bool = False
-) -> Params:
-    """Puts the tensors of a checkpoint on the default device, as the nested dict that the model is applied with.
-
-    `tensors` is a stream of (Hugging Face name, array in the file's layout); one is converted at a time, so the host
-    holds one tensor beside the finished parameters. Raises one ValueError that lists every tensor that is missing,
-    unknown, given twice or of the wrong shape.
-    """
-    check_float_dtype(dtype)
-    expected, problems = expected_tensors(config), []
-    params: Params = {}
-    seen: set[str] = set()
-    for name, array in _with_progress(tensors, len(expected), progress):
-        if name in seen:
-            problems.append(f"given twice: {name}")
-            continue
-        seen.add(name)
-        if name not in expected:
-            if not is_ignorable(name, config):
-                problems.append(f"not used: {name} {list(array.shape)}")
-            continue
-        path, shape, transpose = expected[name]
-        file_shape = shape[::-1] if transpose else shape
-        if array.shape != file_shape:
-            problems.append(f"wrong shape: {name} is {list(array.shape)}, expected {list(file_shape)}")
-        elif not problems:  # once something is wrong, only the list of problems is of use
-            _insert(params, path, _to_device(array, dtype, transpose))
-    problems += [f"missing: {name} {list(spec.shape)}" for name, spec in expected.items() if name not in seen]
-    if problems:
-        raise ValueError(f"checkpoint does not fit its {config.model_type} config: " + "; ".join(problems))
-    return params
-
-
-def _to_device(array: np.ndarray, dtype: str, transpose: bool) -> jax.Array:
-    # Converted on the host, so that the device never holds a wider copy; transposed on the device, because numpy
-    # takes four times as long for bf16. The result never shares the file's memory: jnp.asarray copies.
-    value = jnp.asarray(np.asarray(array, dtype=jnp.dtype(dtype)))
-    return value.T if transpose else value
-
-
-def _insert(params: Params, path: tuple[str, ...], array: jax.Array) -> None:
-    for key in path[:-1]:
-        params = params.setdefault(key, {})
-    params[path[-1]] = array
-
-
-def _with_progress(
-    tensors: Iterable[tuple[str, np.ndarray]], total: int, progress: bool
-) -> Iterable[tuple[str, np.ndarray]]:
-    if not progress:
-        return tensors
-    from tqdm import tqdm
-
-    return tqdm(tensors, total=total, desc="Loading weights", unit=" tensors")

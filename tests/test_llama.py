@@ -20,7 +20,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.model_runner import ModelRunner
 from pagedjax.models.config import ModelConfig, config_from_hf
 from pagedjax.models.decoder import CausalLM, Params
-from pagedjax.models.weights import build_params
+from pagedjax.models.placement import build_params
 from pagedjax.sampling.params import SamplingParams
 from pagedjax.scheduling.output import SchedulerOutput
 from pagedjax.scheduling.request import Request

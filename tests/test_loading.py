@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
-from tiny_models import random_tensors, save_folder, save_tiny, tiny, write_index
+from tiny_models import random_tensors, save_folder, save_tiny, tiny, write_gguf, write_index
 
 from pagedjax.models.config import ModelConfig, config_from_hf
+from pagedjax.models.gguf_loader import iter_gguf_tensors, open_gguf
 from pagedjax.models.load import load_checkpoint
+from pagedjax.models.placement import build_params
 from pagedjax.models.safetensors_loader import iter_tensors
-from pagedjax.models.weights import build_params, expected_tensors
+from pagedjax.models.weights import expected_tensors
 
 ATTENTION = [f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"]
 
@@ -76,7 +79,7 @@ def test_other_dtypes_are_refused(tmp_path, dtype):
 
 
 def test_tensors_are_streamed():
-    """No array of the file is alive any more when the one after the next is asked for."""
+    """No array of the file is alive any more when the one after the next is asked for (jax lets go of it that late)."""
     config = config_from_hf(tiny())
     tensors = random_tensors(config)
     read = []
@@ -91,6 +94,78 @@ def test_tensors_are_streamed():
 
     build_params(config, stream(), "float32")
     assert len(read) == len(expected_tensors(config))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "sharded", "gguf"])
+def test_the_files_readers_keep_no_tensor(tmp_path, kind):
+    raw = tiny()
+    tensors = random_tensors(config_from_hf(raw))
+    if kind == "gguf":
+        reader = open_gguf(write_gguf(tmp_path / "m.gguf", raw, tensors, "Q8_0"))
+        stream = iter_gguf_tensors(reader, config_from_hf(raw))
+    else:
+        stream = iter_tensors(save_folder(tmp_path, raw, tensors, shards=3 if kind == "sharded" else 1))
+    previous = None
+    names = []
+    for name, array in stream:
+        assert previous is None or previous() is None
+        names.append(name)
+        previous = weakref.ref(array if array.base is None else array.base)
+        del array
+    assert sorted(names) == sorted(tensors)
+
+
+def test_progress_is_in_bytes_of_the_parameters(capsys):
+    config = config_from_hf(tiny())
+    tensors = {name: value.astype(np.float16) for name, value in random_tensors(config).items()}
+    params = build_params(config, tensors.items(), "float32", progress=True)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    shown = capsys.readouterr().err
+    assert "Loading weights: 100%|" in shown
+    assert f"{num_bytes / 1000:.0f}k/{num_bytes / 1000:.0f}k" in shown.rpartition("Loading weights")[2]
+    build_params(config, tensors.items(), "float32")
+    assert capsys.readouterr().err == ""
+
+
+# --- where the parameters live
+
+
+def test_parameters_go_where_they_are_told():
+    config = config_from_hf(tiny())
+    tensors = random_tensors(config)
+    here = SingleDeviceSharding(jax.devices()[0])
+    asked = {}
+
+    def by_path(path, shape):
+        asked[path] = shape
+        return here
+
+    plain = build_params(config, tensors.items(), "bfloat16")
+    tree = jax.tree.map(lambda _: here, plain)
+    for placement in (here, by_path, tree):
+        params = build_params(config, tensors.items(), "bfloat16", sharding=placement)
+        jax.tree.map(np.testing.assert_array_equal, plain, params)
+        assert {leaf.sharding for leaf in jax.tree.leaves(params)} == {here}
+        assert all(leaf.committed for leaf in jax.tree.leaves(params))
+    assert asked == {path: shape for path, shape, _ in expected_tensors(config).values()}
+
+
+def test_bad_shardings_are_named():
+    config = config_from_hf(tiny())
+    tensors = random_tensors(config)
+    tree = jax.tree.map(
+        lambda _: SingleDeviceSharding(jax.devices()[0]), build_params(config, tensors.items(), "float32")
+    )
+    del tree["layers_1"]["mlp"]
+    message = "sharding of layers_1/mlp/gate_proj/kernel: got None, expected a jax.sharding.Sharding"
+    with pytest.raises(ValueError, match=message):
+        build_params(config, tensors.items(), "float32", sharding=tree)
+    no_sharding: Any = {"embed_tokens": "cpu"}
+    with pytest.raises(ValueError, match=r"sharding of embed_tokens/embedding: got None, expected a jax"):
+        build_params(config, tensors.items(), "float32", sharding=no_sharding)
+    one_axis = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec(None, "x"))
+    with pytest.raises(ValueError, match=r"sharding of [\w/]*norm/scale: .* expected one for the shape \[64\]"):
+        build_params(config, tensors.items(), "float32", sharding=one_axis)
 
 
 def test_parameters_do_not_share_the_files_memory():
