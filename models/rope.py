@@ -71,7 +71,6 @@ class RopeConfig:
         for name in ("original_max_position_embeddings", "served_length"):
             length = getattr(self, name)
             require(is_count(length) or (name == "served_length" and length is None), name, length, "an int >= 1")
-        require(isinstance(self.truncate, bool), "truncate", self.truncate, "true or false")
         for name in ("freq_factors", "short_factor", "long_factor"):
             factors = getattr(self, name)
             require(all(map(is_positive, factors or ())), name, factors, "finite numbers > 0")
@@ -117,8 +116,9 @@ class RopeConfig:
         elif self.rope_type == "yarn":
             inv_freq = self._stretch_yarn(inv_freq)
         elif self.rope_type == "longrope":
-            name = "long_factor" if self._is_longer else "short_factor"
-            inv_freq = inv_freq / _one_each(name, getattr(self, name), dim // 2)
+            short = _one_each("short_factor", self.short_factor, dim // 2)
+            long = _one_each("long_factor", self.long_factor, dim // 2)
+            inv_freq = inv_freq / (long if self._is_longer else short)
         if self.freq_factors is not None:
             inv_freq = inv_freq / _one_each("freq_factors", self.freq_factors, dim // 2)
         return inv_freq.astype(np.float32)
@@ -213,6 +213,7 @@ def rope_from_hf(values: Mapping[str, Any], layer_type: str | None = None) -> Ro
             require(isinstance(rope[key], list | tuple), key, rope[key], "a list of numbers")
             read[key] = tuple(as_float(key, number) for number in rope[key])
     if "truncate" in rope:
+        require(isinstance(rope["truncate"], bool), "truncate", rope["truncate"], "true or false")
         read["truncate"] = rope["truncate"]
     if rope_type != "default":
         read["original_max_position_embeddings"] = original
