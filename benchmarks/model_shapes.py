@@ -1,6 +1,7 @@
 """Models that are measured on random weights, by their shape alone."""
 
-from pagedjax.models.config import ModelConfig, RopeConfig
+from pagedjax.models.config import ModelConfig
+from pagedjax.models.rope import RopeConfig
 
 LLAMA_3_8B = ModelConfig(
     model_type="llama",
@@ -12,7 +13,7 @@ LLAMA_3_8B = ModelConfig(
     num_kv_heads=8,
     head_dim=128,
     max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     rope=RopeConfig(theta=500000.0),
     tie_word_embeddings=False,
     attention_bias=False,

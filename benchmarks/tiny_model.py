@@ -17,8 +17,9 @@ def checkpoint() -> tuple[Any, Any]:
     import jax
     import jax.numpy as jnp
 
-    from pagedjax.models.config import ModelConfig, RopeConfig
+    from pagedjax.models.config import ModelConfig
     from pagedjax.models.decoder import CausalLM
+    from pagedjax.models.rope import RopeConfig
 
     model = CausalLM(
         ModelConfig(
@@ -31,7 +32,7 @@ def checkpoint() -> tuple[Any, Any]:
             num_kv_heads=2,
             head_dim=16,
             max_position_embeddings=2048,
-            rms_norm_eps=1e-5,
+            norm_eps=1e-5,
             rope=RopeConfig(),
             tie_word_embeddings=False,
             attention_bias=False,

@@ -1,28 +1,56 @@
-"""What a model is, as numbers: read from a Hugging Face `config.json`, validated once. Host only, no jax.
+"""What a model is, as numbers, validated once. Host only, no jax.
 
-The same dataclass serves every Llama-like family (llama, mistral, qwen2, qwen3); what differs between them is a
-field here, not a class. A setting that this engine does not implement is refused, never ignored: a model that runs
-with half of its configuration gives fluent, wrong text.
+One dataclass describes the decoders of all families: what differs between them is a field here, read by the family's
+file under `families/`. A setting that is not implemented is refused, never ignored: a model that runs with half of its
+configuration gives fluent, wrong text.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from pagedjax.models.checks import as_float, is_count, is_positive, require
-from pagedjax.models.rope import RopeConfig, rope_from_hf
+from pagedjax.models.checks import is_count, is_positive, require
+from pagedjax.models.layer_groups import LayerGroups, group_layers
+from pagedjax.models.rope import RopeConfig
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+PLAIN_ROPE = RopeConfig()
+CHOICES = {
+    "norm": ("rms", "layer"),
+    "norm_placement": ("pre", "post", "both"),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu"),
+    "position_embedding": ("rope", "learned"),
+    "dtype": FLOAT_DTYPES,
+}
+FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "attention_out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "norm_offset",
+    "final_norm",
+    "gated_mlp",
+    "attention_scale_by_layer",
+)
+
+
+class LayerKind(NamedTuple):
+    """What differs between the layers of one model: layers of one kind share a compiled program."""
+
+    window: int | None
+    """How many tokens back, itself included, a token sees; None: all of them."""
+    scale: float
+    """Multiplies the attention scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a Llama-like decoder. Hashable: it is a static attribute of the flax module."""
+    """The shape of a decoder; the defaults are LLaMA's. Hashable: it is a static attribute of the flax module."""
 
     model_type: str
-    """Family: one of MODEL_TYPES."""
+    """Hugging Face's name of it, which says the family: see `families`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -33,8 +61,10 @@ class ModelConfig:
     """Its own number: `num_heads * head_dim` need not be `hidden_size`."""
     max_position_embeddings: int
     """The longest context the model was made for, in tokens."""
-    rms_norm_eps: float
-    rope: RopeConfig
+    norm_eps: float
+    """Added to the variance in every norm."""
+    rope: RopeConfig = PLAIN_ROPE
+    """Of all layers, or of those without a window where `local_rope` is given."""
     tie_word_embeddings: bool
     """The output head is the embedding table."""
     attention_bias: bool
@@ -44,74 +74,135 @@ class ModelConfig:
     mlp_bias: bool
     """gate_proj, up_proj and down_proj have a bias."""
     qk_norm: bool
-    """Queries and keys are RMS-normalised per head before rope (Qwen3)."""
+    """Queries and keys are RMS-normalised per head before rope (Qwen3, Gemma 3)."""
     dtype: str
     """The checkpoint's own float type: one of FLOAT_DTYPES."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end a text."""
 
+    norm: str = "rms"
+    """"rms", or "layer" with a bias (OPT, GPT-2)."""
+    norm_offset: bool = False
+    """The weights of norms are stored as w where 1 + w multiplies (Gemma)."""
+    norm_placement: str = "pre"
+    """Of the norms of a layer: "pre" before attention and MLP; "post" after each has been added to the residual stream
+    (OPT 350M); "both" before each and after it, before it is added (Gemma 2)."""
+    final_norm: bool = True
+    """A norm stands before the head."""
+    activation: str = "silu"
+    """Of the MLP: "silu", "gelu", "gelu_tanh" (its approximation with tanh) or "relu"."""
+    gated_mlp: bool = True
+    """The MLP multiplies two projections, of which one is activated (arXiv 2002.05202)."""
+    position_embedding: str = "rope"
+    """"rope", or "learned": a table of positions is added to the embeddings, and there is no context beyond it."""
+    position_offset: int = 0
+    """Rows of the table before that of position 0 (OPT: 2)."""
+    local_rope: RopeConfig | None = None
+    """Of the layers with a window, where it is another (Gemma 3)."""
+    layer_windows: tuple[int | None, ...] = ()
+    """How many tokens back, itself included, a token of each layer sees, None: all of them. Empty: no layer has one."""
+    attention_scale: float | None = None
+    """Multiplies the attention scores; None: head_dim ** -0.5."""
+    attention_scale_by_layer: bool = False
+    """The scores of layer i, from 0, are divided by i + 1 on top of that (GPT-2, for half precision)."""
+    attention_soft_cap: float | None = None
+    """Attention scores become cap * tanh(scores / cap) (Gemma 2, arXiv 2408.00118)."""
+    final_soft_cap: float | None = None
+    """The same for the logits."""
+    embedding_scale: float | None = None
+    """Multiplies the embeddings (Gemma: the root of hidden_size), rounded to their dtype first."""
+    embedding_size: int | None = None
+    """Width of embedding table and head where it is not hidden_size: then project_in and project_out lie between."""
+
     def __post_init__(self) -> None:
-        require(self.model_type in MODEL_TYPES, "model_type", self.model_type, f"one of {', '.join(MODEL_TYPES)}")
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
-        for name in (*counts, "head_dim", "max_position_embeddings"):
+        for name in (*counts, "head_dim", "max_position_embeddings", "embedding_width"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "an int >= 1")
         divides = self.num_heads % self.num_kv_heads == 0
         require(divides, "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}")
-        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number (rope rotates pairs)")
-        require(is_positive(self.rms_norm_eps), "rms_norm_eps", self.rms_norm_eps, "a finite number > 0")
-        for name in ("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qk_norm"):
+        require(is_positive(self.norm_eps), "norm_eps", self.norm_eps, "a finite number > 0")
+        for name, choices in CHOICES.items():
+            require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
+        for name in FLAGS:
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
-        check_float_dtype(self.dtype)
+        for name in ("attention_scale", "attention_soft_cap", "final_soft_cap", "embedding_scale"):
+            value = getattr(self, name)
+            require(value is None or is_positive(value), name, value, "a finite number > 0, or null")
+        require(is_count(self.position_offset + 1), "position_offset", self.position_offset, "an int >= 0")
         ids_ok = all(isinstance(token, int) and token >= 0 for token in self.eos_token_ids)
         require(ids_ok, "eos_token_ids", self.eos_token_ids, "a tuple of ints >= 0")
-        self.rope.inv_freq(self.head_dim)  # refuses factors of another length
+        windows_ok = all(window is None or is_count(window) for window in self.layer_windows)
+        require(windows_ok, "layer_windows", self.layer_windows, "ints >= 1, or null")
+        fits = len(self.layer_windows) in (0, self.num_layers)
+        require(fits, "layer_windows", self.layer_windows, f"one for each of the {self.num_layers} layers, or none")
+        if self.position_embedding == "rope":
+            require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number (rope rotates pairs)")
+            for rope in (self.rope, self.local_rope):
+                if rope is not None:
+                    rope.inv_freq(self.head_dim)  # refuses factors of another length
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the embedding table and of the head."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is."""
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return tuple(
+            LayerKind(window, scale / (i + 1) if self.attention_scale_by_layer else scale)
+            for i, window in enumerate(self.layer_windows or (None,) * self.num_layers)
+        )
+
+    @cached_property
+    def layer_groups(self) -> LayerGroups:
+        """Which layers share block tables."""
+        return group_layers(tuple(kind.window for kind in self.layer_kinds))
+
+    @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """The names of a layer's norms, in order, without those of queries and keys: Hugging Face's."""
+        return {
+            "pre": ("input_layernorm", "post_attention_layernorm"),
+            "post": ("self_attn_layer_norm", "final_layer_norm"),
+            "both": (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+        }[self.norm_placement]
+
+    @property
+    def longest_context(self) -> int:
+        """The longest context, in tokens, that the model is made for: see `RopeConfig.longest_context`."""
+        if self.position_embedding == "learned":
+            return self.max_position_embeddings
+        return self.rope.longest_context(self.max_position_embeddings)
+
+    def check_context(self, max_model_len: int, allow_longer: bool) -> None:
+        """Raises ValueError for a context that the model is not made for, unless it is allowed and has positions."""
+        if max_model_len <= self.longest_context:
+            return
+        limit = f"max_model_len must be at most the model's {self.longest_context}, got {max_model_len}"
+        if self.position_embedding == "learned":
+            raise ValueError(f"{limit}; its positions are learned, and there are no others")
+        if not allow_longer:
+            raise ValueError(f"{limit}; allow_longer_context=True serves it all the same")
 
     def served_up_to(self, max_model_len: int) -> "ModelConfig":
         """The config of an engine that serves contexts of at most so many tokens; itself unless rope depends on it."""
         rope = self.rope.served_up_to(max_model_len)
-        return self if rope == self.rope else dataclasses.replace(self, rope=rope)
+        local_rope = self.local_rope and self.local_rope.served_up_to(max_model_len)
+        is_same = (rope, local_rope) == (self.rope, self.local_rope)
+        return self if is_same else dataclasses.replace(self, rope=rope, local_rope=local_rope)
 
 
 def check_float_dtype(dtype: str) -> str:
     """`dtype` itself when it is one of FLOAT_DTYPES, else ValueError."""
     require(dtype in FLOAT_DTYPES, "dtype", dtype, f"one of {', '.join(FLOAT_DTYPES)}")
     return dtype
-
-
-def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of a parsed `config.json`.
-
-    A missing key takes the default of transformers' own config class for that model type, so a checkpoint means here
-    what it means there. Only `eos_token_id` has no default: a file that names none states none. Raises ValueError for
-    a model type, activation, rope type, sliding window or quantisation that is not implemented.
-    """
-    model_type: str = raw.get("model_type") or ""
-    require(model_type in MODEL_TYPES, "model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
-    values = {**_transformers_defaults(model_type), **raw}
-    _refuse_unsupported(model_type, values)
-    num_heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
-    num_kv_heads = values.get("num_key_value_heads")
-    attention_bias = model_type == "qwen2" or bool(values.get("attention_bias", False))
-    return ModelConfig(
-        model_type=model_type,
-        vocab_size=values["vocab_size"],
-        hidden_size=hidden_size,
-        intermediate_size=values["intermediate_size"],
-        num_layers=values["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        head_dim=head_dim_or_default(values.get("head_dim"), hidden_size, num_heads),
-        max_position_embeddings=values["max_position_embeddings"],
-        rms_norm_eps=as_float("rms_norm_eps", values["rms_norm_eps"]),
-        rope=rope_from_hf(values),
-        tie_word_embeddings=values["tie_word_embeddings"],
-        attention_bias=attention_bias,
-        attention_out_bias=attention_bias and model_type != "qwen2",
-        mlp_bias=bool(values.get("mlp_bias", False)),
-        qk_norm=model_type == "qwen3",
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        eos_token_ids=as_token_ids(raw.get("eos_token_id"), "eos_token_id"),
-    )
 
 
 def head_dim_or_default(head_dim: int | None, hidden_size: int, num_heads: int) -> int:
@@ -131,31 +222,3 @@ def as_token_ids(value: Any, field: str) -> tuple[int, ...]:
     ok = all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in values)
     require(ok, field, value, "a token id, a list of token ids, or null")
     return tuple(values)
-
-
-def _transformers_defaults(model_type: str) -> dict[str, Any]:
-    from transformers import CONFIG_MAPPING  # slow to import, and only needed here
-
-    fields = dataclasses.fields(CONFIG_MAPPING[model_type])
-    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-
-
-def _refuse_unsupported(model_type: str, values: Mapping[str, Any]) -> None:
-    require(values["hidden_act"] == "silu", "hidden_act", values["hidden_act"], "silu")
-    method = values.get("quantization_config")
-    require(method is None, "quantization_config", method, "none: quantised safetensors are not read")
-    window = values.get("sliding_window")
-    if model_type.startswith("qwen"):
-        layer_types = values.get("layer_types")
-        for name in ("num_hidden_layers", "max_window_layers"):
-            require(isinstance(values[name], int), name, values[name], "an int")
-        windowed = values["num_hidden_layers"] > values["max_window_layers"]
-        if layer_types is not None:
-            require(isinstance(layer_types, list | tuple), "layer_types", layer_types, "a list or null")
-            windowed = "sliding_attention" in layer_types
-        window = window if values["use_sliding_window"] and windowed else None
-    # A window as long as the longest context never cuts anything.
-    longest = values["max_position_embeddings"]
-    require(is_count(longest), "max_position_embeddings", longest, "an int >= 1")
-    inactive = window is None or (is_count(window) and window >= longest)
-    require(inactive, "sliding_window", window, "null: sliding-window attention is not implemented for this model")

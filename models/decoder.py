@@ -1,4 +1,4 @@
-"""The Llama family (arXiv 2302.13971) in flax.linen: LLaMA, Qwen2 (q, k, v biases), Qwen3 (q/k norms), SmolLM2.
+"""The decoder of every family in flax.linen: what differs between models stands in their ModelConfig.
 
 One module, two ways to run it on the same params: densely, for training and as the oracle, and over paged KV blocks.
 """
@@ -10,141 +10,66 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pagedjax.kv_cache import KVCache
 from pagedjax.model_input import ModelInput
-from pagedjax.models.config import ModelConfig
-from pagedjax.models.rope import RopeConfig
-from pagedjax.pallas_kernels.attention import paged_attention
+from pagedjax.models.config import LayerKind, ModelConfig
+from pagedjax.models.layers import DecoderLayer, LayerKV, Linear, Rope, make_norm, rope_tables, soft_cap
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
-from pagedjax.pallas_kernels.pool_ops import write_kv
 
 Params = dict[str, Any]
-LayerKV = tuple[Array, Array]
-_f32_dot = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-Rope = tuple[Float32[Array, "*B T 1 d"], Float32[Array, "*B T 1 d"]]
+Ropes = tuple[Rope, ...]
+"""Of all layers, or of those without a window and of those with one; none where positions are learned."""
+EMBED = ("embed_tokens", "embed_positions", "project_in")
+"""The params, as far as a model has them, that come before the layers."""
+HEAD = ("embed_tokens", "norm", "project_out", "lm_head")
+"""Those that `read_out` needs."""
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv 1910.07467), in f32; rounded to the input's dtype before the scale, as trained."""
-
-    epsilon: float
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        wide = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = (wide * jax.lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
-        return normed * jnp.expand_dims(scale, range(x.ndim - 1))
+def embed_params(params: Params) -> Params:
+    """The params that come before the layers."""
+    return {name: params[name] for name in EMBED if name in params}
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, positions: Int32[Array | np.ndarray, "*B T"]) -> Rope:
-    """cos and sin of every position's angles times `attention_factor`, d = rotary_dim / 2, with an axis for the heads.
-    Always in f32; computed from the positions, so that they are as long as any context."""
-    inv_freq = jnp.asarray(rope.inv_freq(head_dim))
-    angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(inv_freq, range(positions.ndim))
-    scale = rope.attention_factor
-    return jnp.cos(angles)[..., None, :] * scale, jnp.sin(angles)[..., None, :] * scale
+def head_params(params: Params) -> Params:
+    """The params that `read_out` needs."""
+    return {name: params[name] for name in HEAD if name in params}
 
 
-def apply_rope(x: Float[Array, "*B T H D"], rope: Rope) -> Float[Array, "*B T H D"]:
-    """Rotary position embedding (arXiv 2104.09864) of the first 2 d dimensions; pairs i with i + d, as HF does."""
-    cos, sin = rope
-    num_pairs = cos.shape[-1]
-    wide = x.astype(jnp.float32)
-    first, second, rest = jnp.split(wide, [num_pairs, 2 * num_pairs], axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-    return rotated.astype(x.dtype)
+def position_tables(config: ModelConfig, positions: Int32[Array | np.ndarray, "*B T"]) -> Ropes:
+    """The rope tables of a model at these positions."""
+    if config.position_embedding != "rope":
+        return ()
+    ropes = (config.rope, config.local_rope)
+    return tuple(rope_tables(rope, config.head_dim, positions) for rope in ropes if rope is not None)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention; with a layer's KV pool over paged blocks, without one densely and causally."""
-
-    config: ModelConfig
-    implementation: str | None = None
-    """Of the attention over paged blocks: see `paged_attention`."""
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "*B T D"], rope: Rope, meta: AttentionMetadata | None = None, kv: LayerKV | None = None
-    ) -> tuple[Float[Array, "*B T D"], LayerKV | None]:
-        config = self.config
-
-        def heads(name: str, num_heads: int) -> Float[Array, "*B T H d"]:
-            flat = nn.Dense(num_heads * config.head_dim, use_bias=config.attention_bias, name=name)(x)
-            return flat.reshape(*x.shape[:-1], num_heads, config.head_dim)
-
-        q = heads("q_proj", config.num_heads)
-        k = heads("k_proj", config.num_kv_heads)
-        v = heads("v_proj", config.num_kv_heads)
-        if config.qk_norm:
-            q = RMSNorm(config.rms_norm_eps, name="q_norm")(q)
-            k = RMSNorm(config.rms_norm_eps, name="k_norm")(k)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-
-        scale = config.head_dim**-0.5
-        if kv is None or meta is None:
-            with jax.numpy_dtype_promotion("standard"):  # inside, JAX mixes bfloat16 and float32
-                out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True)
-        else:
-            kv = write_kv(*kv, k, v, meta.slot_mapping)
-            out = paged_attention(q, *kv, meta, scale=scale, implementation=self.implementation)
-        out = out.reshape(*x.shape[:-1], config.num_heads * config.head_dim)
-        return nn.Dense(config.hidden_size, use_bias=config.attention_out_bias, name="o_proj")(out), kv
-
-
-class MLP(nn.Module):
-    """Gated feed-forward network, SwiGLU (arXiv 2002.05202)."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
-        def dense(name: str, num_features: int) -> nn.Dense:
-            return nn.Dense(num_features, use_bias=self.config.mlp_bias, name=name)
-
-        gate = dense("gate_proj", self.config.intermediate_size)(x)
-        up = dense("up_proj", self.config.intermediate_size)(x)
-        return dense("down_proj", self.config.hidden_size)(nn.silu(gate) * up)
-
-
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP around the residual stream."""
-
-    config: ModelConfig
-    implementation: str | None = None
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "*B T D"], rope: Rope, meta: AttentionMetadata | None = None, kv: LayerKV | None = None
-    ) -> tuple[Float[Array, "*B T D"], LayerKV | None]:
-        normed = RMSNorm(self.config.rms_norm_eps, name="input_layernorm")(x)
-        attended, kv = Attention(self.config, self.implementation, name="self_attn")(normed, rope, meta, kv)
-        x = x + attended
-        normed = RMSNorm(self.config.rms_norm_eps, name="post_attention_layernorm")(x)
-        return x + MLP(self.config, name="mlp")(normed), kv
+def rope_for(kind: LayerKind, ropes: Ropes) -> Rope | None:
+    """The rope of a layer."""
+    return ropes[0 if kind.window is None else -1] if ropes else None
 
 
 @partial(jax.jit, static_argnums=0)
-def _embed(config: ModelConfig, params: Params, batch: ModelInput) -> tuple[Float[Array, "T D"], Rope]:
-    embedding = params["embed_tokens"]["embedding"]
-    hidden = embedding.at[batch.token_ids].get(mode="clip")
-    return hidden, rope_tables(config.rope, config.head_dim, batch.positions)
+def _embed(config: ModelConfig, params: Params, batch: ModelInput) -> tuple[Float[Array, "T D"], Ropes]:
+    x: Any = CausalLM(config).apply({"params": params}, batch.token_ids, batch.positions, method="embed")
+    return x, position_tables(config, batch.positions)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnames="kv")
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="kv")
 def _paged_layer(
     config: ModelConfig,
+    kind: LayerKind,
     implementation: str | None,
     params: Params,
     x: Float[Array, "T D"],
-    rope: Rope,
+    rope: Rope | None,
     meta: AttentionMetadata,
     kv: LayerKV,
 ) -> tuple[Float[Array, "T D"], LayerKV]:
-    result: Any = DecoderLayer(config, implementation, parent=None).apply({"params": params}, x, rope, meta, kv)
+    layer = DecoderLayer(config, kind, implementation, parent=None)
+    result: Any = layer.apply({"params": params}, x, rope, meta, kv)
     return result
 
 
@@ -159,15 +84,17 @@ def paged_step(
     """One step over paged blocks: the hidden states that `CausalLM.logits` reads out, and the pool with the
     step's KV written. DONATES the pool. `implementation` is that of `paged_attention`.
 
+    Each layer reads the tables of its group, and of the pool the arrays that are its own in that group's blocks.
+
     It may be called inside a jit, which makes one program of it, or as it is: then each part is a program of its own,
-    and all layers share one, which compiles as many times faster as the model has layers.
+    and all layers of a kind share one, which compiles as many times faster as the model has layers.
     """
-    x, rope = _embed(config, {"embed_tokens": params["embed_tokens"]}, batch)
-    layers = []
-    for i, kv in enumerate(zip(kv_cache.k, kv_cache.v, strict=True)):
-        x, kv = _paged_layer(config, implementation, params[f"layers_{i}"], x, rope, batch.attn, kv)
-        layers.append(kv)
-    keys, values = zip(*layers, strict=True)
+    x, ropes = _embed(config, embed_params(params), batch)
+    pools = list(zip(kv_cache.k, kv_cache.v, strict=True))
+    for i, (kind, (group, pool)) in enumerate(zip(config.layer_kinds, config.layer_groups.places, strict=True)):
+        layer, rope, meta = params[f"layers_{i}"], rope_for(kind, ropes), batch.groups[group]
+        x, pools[pool] = _paged_layer(config, kind, implementation, layer, x, rope, meta, pools[pool])
+    keys, values = zip(*pools, strict=True)
     return x, KVCache(keys, values)
 
 
@@ -178,7 +105,7 @@ def read_out(config: ModelConfig, params: Params, hidden: Float[Array, "S D"]) -
 
 
 class CausalLM(nn.Module):
-    """A Llama-family language model; everything runs in the dtype of its params, logits in f32.
+    """A language model of any family; everything runs in the dtype of its params, logits in f32.
 
     `model.apply({"params": params}, token_ids)` gives the logits of whole sequences, for training; `method="step"`
     runs one step over paged blocks, and `method="logits"` reads its hidden states out.
@@ -188,28 +115,63 @@ class CausalLM(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        self.embed_tokens = nn.Embed(config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config) for _ in range(config.num_layers)]
-        self.norm = RMSNorm(config.rms_norm_eps)
+        self.embed_tokens = nn.Embed(config.vocab_size, config.embedding_width)
+        if config.position_embedding == "learned":
+            num_positions = config.max_position_embeddings + config.position_offset
+            self.embed_positions = nn.Embed(num_positions, config.hidden_size)
+        if config.embedding_size is not None:
+            self.project_in = Linear(config.hidden_size)
+            self.project_out = Linear(config.embedding_size)
+        self.layers = [DecoderLayer(config, kind) for kind in config.layer_kinds]
+        if config.final_norm:
+            self.norm = make_norm(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Dense(config.vocab_size, use_bias=False, dot_general=_f32_dot)
+            self.lm_head = Linear(config.vocab_size, out_dtype=jnp.float32)
 
     def __call__(self, token_ids: Int32[Array, "B T"]) -> Float32[Array, "B T V"]:
-        """Logits of every position, causal attention without a cache."""
-        positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None, :], token_ids.shape)
-        rope = rope_tables(self.config.rope, self.config.head_dim, positions)
-        x = self.embed_tokens(token_ids)
-        for layer in self.layers:
-            x, _ = layer(x, rope)
+        """Logits of every position, causal attention without a cache. ValueError if positions are learned and the
+        sequences are longer than their table."""
+        length, longest = token_ids.shape[1], self.config.max_position_embeddings
+        if self.config.position_embedding == "learned" and length > longest:
+            raise ValueError(f"token_ids: got sequences of {length} tokens, expected at most {longest} positions")
+        positions = jnp.broadcast_to(jnp.arange(length)[None, :], token_ids.shape)
+        ropes = position_tables(self.config, positions)
+        x = self.embed(token_ids, positions)
+        for kind, layer in zip(self.config.layer_kinds, self.layers, strict=True):
+            x, _ = layer(x, rope_for(kind, ropes))
         return self.logits(x)
 
     def step(self, batch: ModelInput, kv_cache: KVCache) -> tuple[Float[Array, "T D"], KVCache]:
         """See `paged_step`."""
         return paged_step(self.config, dict(self.variables["params"]), batch, kv_cache)
 
+    def embed(
+        self, token_ids: Int32[Array | np.ndarray, "*B T"], positions: Int32[Array | np.ndarray, "*B T"]
+    ) -> Float[Array, "*B T D"]:
+        """What goes into the first layer. A learned position that the table lacks gives NaN."""
+        config = self.config
+        x = self.embed_tokens.embedding.at[token_ids].get(mode="clip")
+        if config.embedding_scale is not None:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        if config.embedding_size is not None:
+            x = self.project_in(x)
+        if config.position_embedding == "learned":
+            rows = positions + config.position_offset
+            x = x + self.embed_positions.embedding.at[rows].get(mode="fill", fill_value=jnp.nan)
+        return x
+
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Reads hidden states out: the last norm and the head, which may be the embedding."""
-        hidden = self.norm(hidden)
-        if not self.config.tie_word_embeddings:
-            return self.lm_head(hidden)
-        return _f32_dot(hidden, self.embed_tokens.embedding, (((hidden.ndim - 1,), (1,)), ((), ())))
+        config = self.config
+        if config.final_norm:
+            hidden = self.norm(hidden)
+        if config.embedding_size is not None:
+            hidden = self.project_out(hidden)
+        if config.tie_word_embeddings:
+            contracted = (((hidden.ndim - 1,), (1,)), ((), ()))
+            logits = lax.dot_general(
+                hidden, self.embed_tokens.embedding, contracted, preferred_element_type=jnp.float32
+            )
+        else:
+            logits = self.lm_head(hidden)
+        return soft_cap(logits, config.final_soft_cap)

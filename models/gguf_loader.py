@@ -110,7 +110,7 @@ def config_from_gguf(reader: GGUFReader) -> ModelConfig:
         num_kv_heads=metadata_value(reader, f"{arch}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
         max_position_embeddings=_number(reader, arch, "context_length"),
-        rms_norm_eps=_number(reader, arch, "attention.layer_norm_rms_epsilon"),
+        norm_eps=_number(reader, arch, "attention.layer_norm_rms_epsilon"),
         rope=_rope(reader, arch, tensors.get(ROPE_FREQS)),
         tie_word_embeddings="output.weight" not in tensors,
         attention_bias=arch == "qwen2" or any_bias("attn_q", "attn_k", "attn_v"),

@@ -8,7 +8,8 @@ from gguf import GGUFReader
 from transformers import PreTrainedTokenizerBase
 
 from pagedjax.models.catalogue import resolve
-from pagedjax.models.config import ModelConfig, check_float_dtype, config_from_hf
+from pagedjax.models.config import ModelConfig, check_float_dtype
+from pagedjax.models.families import config_from_hf
 from pagedjax.models.gguf_loader import config_from_gguf, iter_gguf_tensors, metadata_value, open_gguf
 from pagedjax.models.gguf_tokenizer import tokenizer_from_gguf
 from pagedjax.models.placement import build_params

@@ -4,9 +4,11 @@ Parameters are a plain nested dict of jax arrays in the shape that the flax modu
 Face's names. Both loaders (safetensors, GGUF) speak Hugging Face's tensor names; `placement.py` does the placing.
 """
 
+import re
 from typing import Any, NamedTuple
 
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.families import family_of
 
 Params = dict[str, Any]
 
@@ -22,45 +24,68 @@ class ExpectedTensor(NamedTuple):
     """The file holds it as [out, in]; flax kernels are [in, out]."""
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
-    """Every tensor that a checkpoint of this shape must have, by its Hugging Face name."""
+def parameter_shapes(config: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Path and shape of every parameter: what the flax module's `init` gives, without running it."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    table = ExpectedTensor(("embed_tokens", "embedding"), (config.vocab_size, hidden), False)
-    tensors = {"model.embed_tokens.weight": table}
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {
+        ("embed_tokens", "embedding"): (config.vocab_size, config.embedding_width)
+    }
 
-    def norm(name: str, path: tuple[str, ...], size: int) -> None:
-        tensors[f"{name}.weight"] = ExpectedTensor((*path, "scale"), (size,), False)
+    def norm(*path: str) -> None:
+        shapes[*path, "scale"] = (hidden,)
+        if config.norm == "layer":
+            shapes[*path, "bias"] = (hidden,)
 
-    def linear(name: str, path: tuple[str, ...], num_in: int, num_out: int, bias: bool) -> None:
-        tensors[f"{name}.weight"] = ExpectedTensor((*path, "kernel"), (num_in, num_out), True)
+    def linear(*path: str, num_in: int, num_out: int, bias: bool = False) -> None:
+        shapes[*path, "kernel"] = (num_in, num_out)
         if bias:
-            tensors[f"{name}.bias"] = ExpectedTensor((*path, "bias"), (num_out,), False)
+            shapes[*path, "bias"] = (num_out,)
 
-    for index in range(config.num_layers):
-        name, layer = f"model.layers.{index}", f"layers_{index}"
-        norm(f"{name}.input_layernorm", (layer, "input_layernorm"), hidden)
-        norm(f"{name}.post_attention_layernorm", (layer, "post_attention_layernorm"), hidden)
+    if config.position_embedding == "learned":
+        num_positions = config.max_position_embeddings + config.position_offset
+        shapes["embed_positions", "embedding"] = (num_positions, hidden)
+    if config.embedding_size is not None:
+        linear("project_in", num_in=config.embedding_size, num_out=hidden)
+        linear("project_out", num_in=hidden, num_out=config.embedding_size)
+    for layer in (f"layers_{index}" for index in range(config.num_layers)):
+        for name in config.layer_norms:
+            norm(layer, name)
         for proj, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
-            linear(f"{name}.self_attn.{proj}", (layer, "self_attn", proj), hidden, size, config.attention_bias)
-        linear(f"{name}.self_attn.o_proj", (layer, "self_attn", "o_proj"), q_size, hidden, config.attention_out_bias)
-        if config.qk_norm:
-            norm(f"{name}.self_attn.q_norm", (layer, "self_attn", "q_norm"), config.head_dim)
-            norm(f"{name}.self_attn.k_norm", (layer, "self_attn", "k_norm"), config.head_dim)
-        for proj in ("gate_proj", "up_proj"):
-            linear(f"{name}.mlp.{proj}", (layer, "mlp", proj), hidden, ffn, config.mlp_bias)
-        linear(f"{name}.mlp.down_proj", (layer, "mlp", "down_proj"), ffn, hidden, config.mlp_bias)
-
-    norm("model.norm", ("norm",), hidden)
+            linear(layer, "self_attn", proj, num_in=hidden, num_out=size, bias=config.attention_bias)
+        linear(layer, "self_attn", "o_proj", num_in=q_size, num_out=hidden, bias=config.attention_out_bias)
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            shapes[layer, "self_attn", name, "scale"] = (config.head_dim,)
+        for proj in ("gate_proj", "up_proj") if config.gated_mlp else ("up_proj",):
+            linear(layer, "mlp", proj, num_in=hidden, num_out=ffn, bias=config.mlp_bias)
+        linear(layer, "mlp", "down_proj", num_in=ffn, num_out=hidden, bias=config.mlp_bias)
+    if config.final_norm:
+        norm("norm")
     if not config.tie_word_embeddings:
-        linear("lm_head", ("lm_head",), hidden, config.vocab_size, bias=False)
-    return tensors
+        linear("lm_head", num_in=config.embedding_width, num_out=config.vocab_size)
+    return shapes
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
+    """Every tensor that a checkpoint of this shape must have, by its Hugging Face name."""
+    family = family_of(config.model_type)
+
+    def is_transposed(path: tuple[str, ...]) -> bool:
+        return path[-1] == "kernel" and (family.transposes_kernels or path[0] == "lm_head")
+
+    return {
+        family.file_name(path): ExpectedTensor(path, shape, is_transposed(path))
+        for path, shape in parameter_shapes(config).items()
+    }
 
 
 def is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor may lie in a file without being used. There are two kinds, and no others:
+    """Whether a tensor may lie in a file without being used. There are three kinds, and no others:
 
     - `lm_head.weight` of a tied model: the embedding is the head, whatever the copy holds (as in transformers);
-    - `...rotary_emb.inv_freq`, a buffer of old checkpoints that follows from the config.
+    - `...rotary_emb.inv_freq`, a buffer of old checkpoints that follows from the config;
+    - what the model's family names: causal masks (GPT-2), what sees images (Gemma 3).
     """
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
+        return True
+    return re.fullmatch(family_of(config.model_type).ignorable, name) is not None

@@ -127,7 +127,7 @@ class LLM:
         if isinstance(model, CausalLM):
             if params is None:
                 raise ValueError("params: a model that is passed as a module needs its params as well")
-            if not isinstance(params, Mapping) or "norm" not in params:
+            if not isinstance(params, Mapping) or "embed_tokens" not in params:
                 raise ValueError('params: expected the pytree of `load`, or what `model.init` gives under "params"')
         elif params is not None or tokenizer is not None:
             raise ValueError("params and tokenizer go with a module: a model by name or path brings its own")
@@ -166,7 +166,7 @@ class LLM:
             model,
             params,
             engine_config,
-            kv_dtype=params["norm"]["scale"].dtype,
+            kv_dtype=params["embed_tokens"]["embedding"].dtype,
             attention_implementation=attention_implementation,
         )
         eos_token_ids = model.config.eos_token_ids

@@ -20,7 +20,7 @@ from pagedjax.blocks.host_pool import TILE, HostPool
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, copy_cache_blocks, init_kv_cache
 from pagedjax.model_input import ModelInput, pack, unpack
-from pagedjax.models.decoder import CausalLM, Params, paged_step, read_out
+from pagedjax.models.decoder import CausalLM, Params, head_params, paged_step, read_out
 from pagedjax.pallas_kernels.attention import why_not
 from pagedjax.sampling.decode_loop import (
     DecodeRows,
@@ -37,9 +37,6 @@ from pagedjax.sampling.rows import PROMPT_LOGPROBS_ROWS, sample_rows, score_rows
 from pagedjax.sampling.sampler import sample
 
 logger = logging.getLogger(__name__)
-
-HEAD = ("embed_tokens", "norm", "lm_head")
-"""The params that hidden states are read out with."""
 
 CPU_HEAD_ROWS = 64
 """Rows that go through the head at a time on a CPU, where products are compute-bound. A GPU takes all at once: there
@@ -264,8 +261,7 @@ class ModelRunner:
 
     def _decode(self, params: Params, batch: ModelInput, kv_cache: KVCache) -> tuple[Int32[Array, "S"], KVCache]:
         hidden, kv_cache = self._forward(self.model.config, params, batch, kv_cache)
-        head = {name: params[name] for name in HEAD if name in params}
-        return sample_rows(self.model.config, head, hidden, batch, self._head_rows), kv_cache
+        return sample_rows(self.model.config, head_params(params), hidden, batch, self._head_rows), kv_cache
 
     def _decode_in_loop(self, params: Params, batch: ModelInput, rows: DecodeRows, kv_cache: KVCache) -> Any:
         return decode_in_loop(partial(self._decode, params), batch, rows, kv_cache, self.config.num_decode_steps)
@@ -294,7 +290,7 @@ class ModelRunner:
 
     @property
     def _head_params(self) -> Params:
-        return {name: self.params[name] for name in HEAD if name in self.params}
+        return head_params(self.params)
 
     def _new_kv_cache(self) -> KVCache:
         model = self.model.config

@@ -10,7 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
 from tiny_models import interleave_rows, random_tensors, save_folder, tiny, write_gguf
 
-from pagedjax.models.config import RopeConfig, config_from_hf
+from pagedjax.models.families import config_from_hf
 from pagedjax.models.gguf_loader import QUANT_TYPES, config_from_gguf, dequantize_tensor, open_gguf, unpermute_rows
 from pagedjax.models.load import load_checkpoint
 

@@ -28,7 +28,10 @@ class Layer(NamedTuple):
 # Low to high. A module imports from its own row and from the rows above it in this table, and never in a circle.
 LAYERS = (
     Layer("pallas_kernels pallas_kernels.*", only=frozenset({"jax", "jaxtyping", "numpy"})),
-    Layer("paths models.checks models.config models.rope models.layer_groups models.catalogue", never=DEVICE),
+    Layer("paths models.checks models.config models.rope models.layer_groups models.families "
+        "models.families.* models.catalogue",
+        never=DEVICE,
+    ),
     Layer(
         "model_input kv_cache blocks.host_pool beams.choose sampling.sampler sampling.logits sampling.logprobs "
         "sampling.decode_loop"

@@ -18,8 +18,9 @@ from pagedjax.blocks.allocator import BlockAllocator
 from pagedjax.blocks.table import BlockTable
 from pagedjax.config import EngineConfig
 from pagedjax.model_runner import ModelRunner
-from pagedjax.models.config import ModelConfig, config_from_hf
+from pagedjax.models.config import ModelConfig
 from pagedjax.models.decoder import CausalLM, Params
+from pagedjax.models.families import config_from_hf
 from pagedjax.models.placement import build_params
 from pagedjax.sampling.params import SamplingParams
 from pagedjax.scheduling.output import SchedulerOutput
@@ -80,7 +81,7 @@ def logits_by_hand(config: ModelConfig, params: Params, token_ids: np.ndarray) -
     causal = np.tri(len(token_ids), dtype=bool)
 
     def norm(x: np.ndarray, weights: Params) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * weights["scale"]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * weights["scale"]
 
     def linear(x: np.ndarray, weights: Params) -> np.ndarray:
         return x @ weights["kernel"] + weights.get("bias", 0.0)
@@ -143,7 +144,7 @@ def paged_logits(model: CausalLM, params: Params, sequences: jax.Array, whole_st
         max_num_batched_tokens=32,
         check_integrity=True,
     )
-    kv_dtype = params["norm"]["scale"].dtype
+    kv_dtype = params["embed_tokens"]["embedding"].dtype
     runner = ModelRunner(model, params, config, kv_dtype=kv_dtype, whole_step=whole_step)
     runner.kv_cache = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), runner.kv_cache)
     free = iter(np.random.default_rng(2).permutation(np.arange(1, 25)))

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from safetensors.numpy import load_file, save_file
 from tiny_models import random_tensors, save_folder, save_tiny, tiny, write_gguf, write_index
 
-from pagedjax.models.config import ModelConfig, config_from_hf
+from pagedjax.models.config import ModelConfig
+from pagedjax.models.families import config_from_hf
 from pagedjax.models.gguf_loader import iter_gguf_tensors, open_gguf
 from pagedjax.models.load import load_checkpoint
 from pagedjax.models.placement import build_params
@@ -339,9 +340,10 @@ def test_missing_keys_mean_what_they_mean_in_transformers(model_type):
 
     raw = {"model_type": model_type, "sliding_window": None}
     oracle, ours = CONFIG_MAPPING[model_type](**raw), config_from_hf(raw)
-    same = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps")
+    same = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
     for name in (*same, "tie_word_embeddings"):
         assert getattr(ours, name) == getattr(oracle, name), name
+    assert ours.norm_eps == oracle.rms_norm_eps
     assert ours.num_layers == oracle.num_hidden_layers
     assert ours.num_heads == oracle.num_attention_heads
     assert ours.num_kv_heads == oracle.num_key_value_heads
@@ -353,17 +355,21 @@ def test_missing_keys_mean_what_they_mean_in_transformers(model_type):
 
 
 UNSUPPORTED = {
-    "model type": ({"model_type": "mamba"}, "model_type: got 'mamba', expected one of llama, mistral, qwen2, qwen3"),
-    "no model type": ({"model_type": ...}, "model_type: got ''"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected silu"),
-    "mistral window": ({"model_type": "mistral", "sliding_window": 8}, "sliding_window: got 8"),
-    "mistral's default window": (
-        {"model_type": "mistral", "sliding_window": ..., "max_position_embeddings": 8192},
-        "sliding_window: got 4096",
+    "model type": (
+        {"model_type": "mamba"},
+        "model_type: got 'mamba', expected one of llama, mistral, qwen2, qwen3, gemma",
     ),
-    "qwen2 window": (
-        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        "sliding_window: got 8",
+    "no model type": ({"model_type": ...}, "model_type: got ''"),
+    "activation": ({"hidden_act": "tanh"}, "hidden_act: got 'tanh', expected one of silu, relu, gelu, gelu_new"),
+    "llama's window": ({"sliding_window": 8}, "sliding_window: got 8, expected null: a llama has none"),
+    "a window of nothing": ({"model_type": "mistral", "sliding_window": 0}, r"layer_windows: got \(0, 0\)"),
+    "another type of layer": (
+        {"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]},
+        r"layer_types: got \['full_attention', 'chunked_attention'\], expected a list of full_attention and sliding",
+    ),
+    "too few types of layers": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"]},
+        r"layer_windows: got \(8,\), expected one for each of the 2 layers",
     ),
     "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     "heads": ({"num_key_value_heads": 3}, "num_kv_heads: got 3, expected a divisor of num_heads = 4"),
@@ -381,22 +387,34 @@ def test_what_is_not_implemented_is_refused(changes, message):
         config_from_hf(tiny(**changes))
 
 
-INACTIVE = {
-    "mistral null": {"model_type": "mistral", "sliding_window": None},
-    "longer than the model": {"model_type": "mistral", "sliding_window": 256},
-    "qwen2 switched off": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8},
-    "qwen2 no such layer": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 8,
-        "max_window_layers": 2,
-    },
+WINDOWS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
+    "mistral": ({"model_type": "mistral", "sliding_window": 8}, (8, 8)),
+    "mistral's default": ({"model_type": "mistral", "sliding_window": ...}, (4096, 4096)),
+    "mistral null": ({"model_type": "mistral", "sliding_window": None}, ()),
+    "qwen2": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        (None, 8),
+    ),
+    "qwen2 switched off": ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8}, ()),
+    "qwen2 no such layer": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        (),
+    ),
+    "qwen3 by layer_types": (
+        {
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        (8, None),
+    ),
 }
 
 
-@pytest.mark.parametrize("changes", INACTIVE.values(), ids=INACTIVE.keys())
-def test_a_window_that_cuts_nothing_is_fine(changes):
-    assert config_from_hf(tiny(**changes)).model_type == changes["model_type"]
+@pytest.mark.parametrize(("changes", "windows"), WINDOWS.values(), ids=WINDOWS.keys())
+def test_windows_of_layers(changes, windows):
+    assert config_from_hf(tiny(**changes)).layer_windows == windows
 
 
 def test_config_is_hashable_and_frozen():

@@ -101,11 +101,11 @@ def own_programs() -> dict[str, Any]:
     beside weights and pool."""
     runner = tiny_llm().engine.runner
     batch = jax.device_put(padding_batch(runner.config, BUDGET, BUDGET))
-    hidden, rope = decoder._embed(CONFIG, {"embed_tokens": runner.params["embed_tokens"]}, batch)
+    hidden, (rope,) = decoder._embed(CONFIG, decoder.embed_params(runner.params), batch)
     layer_pool = (runner.kv_cache.k[0], runner.kv_cache.v[0])
-    layer = decoder._paged_layer.lower(CONFIG, None, runner.params["layers_0"], hidden, rope, batch.attn, layer_pool)
-    head_params = {name: runner.params[name] for name in ("embed_tokens", "norm", "lm_head")}
-    head = sample_rows.lower(CONFIG, head_params, hidden, batch, model_runner.CPU_HEAD_ROWS)
+    args = (runner.params["layers_0"], hidden, rope, batch.attn, layer_pool)
+    layer = decoder._paged_layer.lower(CONFIG, CONFIG.layer_kinds[0], None, *args)
+    head = sample_rows.lower(CONFIG, decoder.head_params(runner.params), hidden, batch, model_runner.CPU_HEAD_ROWS)
     return {"layer": (layer.compile(), (hidden, rope, batch.attn)), "head": (head.compile(), (hidden, batch))}
 
 
@@ -172,7 +172,7 @@ def test_no_program_of_the_extras_is_larger_than_its_bound():
         assert taken <= plan.step_bytes + plan.extras_bytes
 
     params = programs.abstract_params(WIDE, "float32")
-    head = {name: params[name] for name in ("embed_tokens", "norm", "lm_head")}
+    head = decoder.head_params(params)
     hidden = jax.ShapeDtypeStruct((256, WIDE.hidden_size), jnp.float32)
     of_prompt = jax.ShapeDtypeStruct((256,), jnp.int32)
     program = score_rows.lower(WIDE, 20, 64, head, hidden, of_prompt, of_prompt, 256)

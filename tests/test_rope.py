@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_models import tiny
 
-from pagedjax.models.config import config_from_hf
+from pagedjax.models.families import config_from_hf
 from pagedjax.models.rope import RopeConfig
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

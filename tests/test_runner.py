@@ -562,9 +562,10 @@ BATCH_SHAPES = [(1, 1), (2, 1), (2, 2), (8, 1), (8, 8), (BUDGET, BUDGET)]
 @pytest.mark.parametrize(("num_tokens", "max_query_len"), BATCH_SHAPES)
 def test_a_layer_updates_the_pool_in_place(num_tokens, max_query_len):
     batch = shapes_of(padding_batch(tiny_config(LARGE_NUM_BLOCKS), num_tokens, max_query_len))
-    x, rope = jax.eval_shape(partial(decoder._embed, CONFIG), tiny_params(), batch)
+    x, (rope,) = jax.eval_shape(partial(decoder._embed, CONFIG), tiny_params(), batch)
     kv = large_cache().k  # as keys and values
-    lowered = decoder._paged_layer.lower(CONFIG, None, shapes_of(tiny_params()["layers_0"]), x, rope, batch.attn, kv=kv)
+    layer, kind = shapes_of(tiny_params()["layers_0"]), CONFIG.layer_kinds[0]
+    lowered = decoder._paged_layer.lower(CONFIG, kind, None, layer, x, rope, batch.attn, kv=kv)
     assert_in_place(lowered.compile(), 2)
 
 

@@ -98,7 +98,7 @@ def oracle_from(config: ModelConfig, params: Params) -> Any:
         num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
+        rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tie_word_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
         bos_token_id=None,

@@ -10,7 +10,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.numpy import save_file
 
-from pagedjax.models.config import ModelConfig, config_from_hf
+from pagedjax.models.config import ModelConfig
+from pagedjax.models.families import config_from_hf
 from pagedjax.models.weights import expected_tensors
 
 TINY = {

@@ -55,7 +55,7 @@ def plan_memory(
         header = read_header(model, with_tensors=with_tensors)
         config = header.config
     if params is not None:
-        dtype = str(params["norm"]["scale"].dtype)
+        dtype = str(params["embed_tokens"]["embedding"].dtype)
     elif dtype == "auto":
         dtype = "float32" if memory.platform == "cpu" else "bfloat16"
     in_place = params is not None and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))

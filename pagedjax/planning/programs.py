@@ -52,19 +52,19 @@ def compiled_bytes(
         lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype),
         padding_batch(config, num_tokens, 1 if is_decode else num_tokens),
     )
-    embedding = {"embed_tokens": params["embed_tokens"]}
-    hidden, rope = jax.eval_shape(partial(decoder._embed, model), embedding, batch)
+    hidden, ropes = jax.eval_shape(partial(decoder._embed, model), decoder.embed_params(params), batch)
     is_cpu = jax.default_backend() == "cpu"
     if is_cpu:
         layer_pool = (pool.k[0], pool.v[0])
-        args = (model, attention_implementation, params["layers_0"], hidden, rope, batch.attn, layer_pool)
-        forward = decoder._paged_layer.lower(*args), (hidden, rope, batch.attn)
+        given = (hidden, ropes[0] if ropes else None, batch.attn)  # all ropes are of one shape
+        args = (model, model.layer_kinds[0], attention_implementation, params["layers_0"], *given, layer_pool)
+        forward = decoder._paged_layer.lower(*args), given
     else:
         step: Any = jax.jit(
             partial(decoder.paged_step, implementation=attention_implementation), static_argnums=0, donate_argnums=3
         )
         forward = step.lower(model, params, batch, pool), batch
-    head_params = {name: params[name] for name in ("embed_tokens", "norm", "lm_head") if name in params}
+    head_params = decoder.head_params(params)
     head_rows = CPU_HEAD_ROWS if is_cpu else config.max_num_running
     head = sample_rows.lower(model, head_params, hidden, batch, head_rows), (hidden, batch)
     programs = {"layer" if is_cpu else "model": forward, "head": head}

@@ -1,0 +1,107 @@
+"""What a family of models is to the loaders: how its configs are read and what its files call the parameters."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pagedjax.models.checks import require
+from pagedjax.models.config import ModelConfig, as_token_ids, head_dim_or_default
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family. Its files' tensors are `prefix.layers.3.self_attn.q_proj.weight`, and where `names` has an entry for
+    what this engine calls `self_attn.q_proj`, that entry stands instead."""
+
+    model_types: tuple[str, ...]
+    """As in `config.json`."""
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    """Reads a `config.json` in which every missing key has its default. ValueError for what is not implemented."""
+    text_models: Mapping[str, str] = field(default_factory=dict)
+    """Model types whose text model stands under `text_config`: that one's own type."""
+    prefix: str = "model"
+    """Of everything but `lm_head`."""
+    layers: str = "layers"
+    """What holds the layers."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """This engine's names of modules (without their layer) to the files'. `module[part]` is a part of a module that
+    holds several side by side: see `fused`."""
+    transposes_kernels: bool = True
+    """Kernels of layers are stored as [out, in], as torch's Linear has them."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules of the files whose last axis holds several of this engine's, of equal size: the parts in order."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """Beginnings of tensors' names that occur, and what stands there instead."""
+    ignorable: str = "(?!)"
+    """A regular expression of tensors that may lie in a file without being used: buffers, other modalities."""
+
+    def file_name(self, path: tuple[str, ...]) -> str:
+        """The name that files have for the parameter at `path`, such as ("layers_3", "mlp", "up_proj", "kernel")."""
+        *modules, leaf = path
+        leaf = "bias" if leaf == "bias" else "weight"
+        if modules == ["lm_head"]:
+            return f"lm_head.{leaf}"
+        first, *rest = modules
+        inner = ".".join(rest) if rest else first
+        layer = f"{self.layers}.{first.removeprefix('layers_')}." if rest else ""
+        return f"{self.prefix}.{layer}{self.names.get(inner, inner)}.{leaf}"
+
+    def split(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+        """A stream of a file's tensors as one of parameters in the file's layout, under the names of `file_name`."""
+        for name, array in tensors:
+            for old, new in self.renames:
+                if name.startswith(old):
+                    name = new + name.removeprefix(old)
+                    break
+            stem, _, leaf = name.rpartition(".")
+            parts = next((parts for module, parts in self.fused.items() if stem.endswith(module)), ())
+            if parts and array.shape[-1] % len(parts) == 0:
+                pieces = np.split(array, len(parts), axis=-1)
+                yield from ((f"{stem}[{part}].{leaf}", piece) for part, piece in zip(parts, pieces, strict=True))
+                del pieces
+            else:
+                yield name, array
+            del array  # or it would be in memory beside the next
+
+
+def sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those fields of a ModelConfig that most families' files hold under the same names."""
+    num_heads, num_kv_heads = values["num_attention_heads"], values.get("num_key_value_heads")
+    return {
+        "model_type": values["model_type"],
+        "vocab_size": values["vocab_size"],
+        "hidden_size": values["hidden_size"],
+        "num_layers": values["num_hidden_layers"],
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads if num_kv_heads is None else num_kv_heads,
+        "head_dim": head_dim_or_default(values.get("head_dim"), values["hidden_size"], num_heads),
+        "max_position_embeddings": values["max_position_embeddings"],
+        "tie_word_embeddings": values["tie_word_embeddings"],
+        "dtype": str(values["dtype"]).removeprefix("torch."),
+        "eos_token_ids": as_token_ids(values["eos_token_id"], "eos_token_id"),
+    }
+
+
+def activation(values: Mapping[str, Any], key: str) -> str:
+    """This engine's name of an activation; ValueError for one that it does not have."""
+    require(values[key] in ACTIVATIONS, key, values[key], f"one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[values[key]]
+
+
+def windows_of(layer_types: Any, window: int | None) -> tuple[int | None, ...]:
+    """`layer_windows` from `layer_types`, a list with a name for each layer; empty if none has a window."""
+    known = isinstance(layer_types, list | tuple) and all(name in LAYER_TYPES for name in layer_types)
+    require(known, "layer_types", layer_types, f"a list of {' and '.join(LAYER_TYPES)}")
+    windows = tuple(window if name == "sliding_attention" else None for name in layer_types)
+    return windows if any(window is not None for window in windows) else ()
