@@ -1,21 +1,25 @@
 """One call from a path or name to everything that a model needs: its config, parameters and tokenizer."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from gguf import GGUFReader
 from transformers import PreTrainedTokenizerBase
 
 from pagedjax.models.catalogue import resolve
 from pagedjax.models.config import ModelConfig, check_float_dtype
-from pagedjax.models.families import config_from_hf
+from pagedjax.models.config_file import CONFIG_NAME, read_config
+from pagedjax.models.decoder import CausalLM
+from pagedjax.models.families import config_from_hf, family_of
 from pagedjax.models.gguf_loader import config_from_gguf, iter_gguf_tensors, metadata_value, open_gguf
 from pagedjax.models.gguf_tokenizer import tokenizer_from_gguf
-from pagedjax.models.placement import build_params
+from pagedjax.models.placement import Placement, build_params
 from pagedjax.models.safetensors_loader import iter_tensors, read_json, stored_dtype
 from pagedjax.models.tokenizer import eos_token_ids, has_tokenizer, load_tokenizer
-from pagedjax.models.weights import Params
+from pagedjax.models.weights import Params, is_ignorable
 
 
 class Checkpoint(NamedTuple):
@@ -24,7 +28,7 @@ class Checkpoint(NamedTuple):
     config: ModelConfig
     """Its `eos_token_ids` are the union of all places that name one (see `tokenizer.eos_token_ids`)."""
     params: Params
-    """Nested dict of jax arrays, all of the requested dtype."""
+    """Nested dict of jax arrays, all of the requested dtype but those of int8 kernels."""
     tokenizer: PreTrainedTokenizerBase | None
     """None when the checkpoint comes without one: then prompts are token ids."""
 
@@ -39,15 +43,38 @@ class Header(NamedTuple):
     """The open file, if it is one of GGUF."""
 
 
-def load_checkpoint(name_or_path: str | Path, dtype: str | None = None, progress: bool = False) -> Checkpoint:
+def load(
+    name_or_path: str | Path, dtype: str = "auto", progress: bool = False, sharding: Placement | None = None
+) -> tuple[CausalLM, Params, Any]:
+    """A Flax module, its params as a plain pytree, and its tokenizer (None if the checkpoint has none).
+
+    `name_or_path` is a folder with safetensors, one of `pagedjax.save`, a .gguf file, a name of the catalogue
+    ("smollm2-135m-instruct") or a hub id; "auto" is float32 on a CPU and bfloat16 on a GPU. Each array goes straight to
+    its `sharding`: a `jax.sharding.Sharding` for all, a function of (path, shape) that gives one, such as of
+    (("layers_0", "mlp", "up_proj", "kernel"), (576, 1536)), or a tree of them like the params'; None is the default
+    device.
+
+    `model.apply({"params": params}, token_ids)` gives logits; `LLM(model, params=params, tokenizer=tokenizer)`
+    samples from the same arrays.
+    """
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    checkpoint = load_checkpoint(name_or_path, check_float_dtype(dtype), progress, sharding)
+    return CausalLM(checkpoint.config), checkpoint.params, checkpoint.tokenizer
+
+
+def load_checkpoint(
+    name_or_path: str | Path, dtype: str | None = None, progress: bool = False, sharding: Placement | None = None
+) -> Checkpoint:
     """Loads a model folder, a .gguf file, a catalogue name or a hub id (see `catalogue.resolve`).
 
     `dtype` is what the parameters are converted to: "float32", "bfloat16", "float16", or None for the checkpoint's
-    own. Raises ValueError for a checkpoint that is broken, incomplete or not implemented, naming what is wrong.
+    own. `sharding` says where they go: see `placement.sharding_for`; None is the default device. Raises ValueError for
+    a checkpoint that is broken, incomplete or not implemented, naming what is wrong.
     """
     if dtype is not None:
         check_float_dtype(dtype)
-    return load_tensors(read_header(name_or_path), dtype, progress)
+    return load_tensors(read_header(name_or_path), dtype, progress, sharding)
 
 
 def read_header(name_or_path: str | Path, *, with_tensors: bool = True) -> Header:
@@ -57,15 +84,21 @@ def read_header(name_or_path: str | Path, *, with_tensors: bool = True) -> Heade
     if path.suffix == ".gguf" and path.is_file():
         reader = open_gguf(path)
         return Header(path, config_from_gguf(reader), reader)
+    if (path / CONFIG_NAME).is_file():
+        return Header(path, read_config(path), None)
     raw = read_json(path / "config.json")
     if with_tensors and not (raw.get("dtype") or raw.get("torch_dtype")):
         raw["dtype"] = stored_dtype(path)
     return Header(path, config_from_hf(raw), None)
 
 
-def load_tensors(header: Header, dtype: str | None = None, progress: bool = False) -> Checkpoint:
+def load_tensors(
+    header: Header, dtype: str | None = None, progress: bool = False, sharding: Placement | None = None
+) -> Checkpoint:
     """The rest of an opened checkpoint: see `load_checkpoint`."""
     path, config, reader = header
+    if (path / CONFIG_NAME).is_file():
+        return _load_own(path, config, dtype, progress, sharding)
     if reader is not None:
         tokenizer = None if metadata_value(reader, "tokenizer.ggml.model") is None else tokenizer_from_gguf(reader)
         config = replace(config, eos_token_ids=eos_token_ids(tokenizer, config.eos_token_ids))
@@ -75,5 +108,18 @@ def load_tensors(header: Header, dtype: str | None = None, progress: bool = Fals
         generation_file = path / "generation_config.json"
         generation_config = read_json(generation_file) if generation_file.is_file() else None
         config = replace(config, eos_token_ids=eos_token_ids(tokenizer, config.eos_token_ids, generation_config))
-        tensors = iter_tensors(path)
-    return Checkpoint(config, build_params(config, tensors, dtype or config.dtype, progress), tokenizer)
+        tensors = iter_tensors(path, skip=partial(is_ignorable, config=config))
+    tensors = family_of(config.model_type).split(tensors)
+    params = build_params(config, tensors, dtype or config.dtype, progress, sharding)
+    return Checkpoint(config, params, tokenizer)
+
+
+def _load_own(
+    path: Path, config: ModelConfig, dtype: str | None, progress: bool, sharding: Placement | None
+) -> Checkpoint:
+    """A folder of `pagedjax.save`, whose config has all the ids that end a text."""
+    from pagedjax.models.orbax_checkpoint import TOKENIZER_FOLDER, restore_params  # slow to import
+
+    folder = path / TOKENIZER_FOLDER
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+    return Checkpoint(config, restore_params(path, config, dtype, progress, sharding), tokenizer)

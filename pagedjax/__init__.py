@@ -1,4 +1,4 @@
-"""PagedAttention as a JAX engine: `pagedjax.generate`, `pagedjax.LLM`, `pagedjax.load`.
+"""PagedAttention as a JAX engine: `pagedjax.generate`, `pagedjax.LLM`, `pagedjax.load`, `pagedjax.save`.
 
 Names load on first use, so that `import pagedjax` is instant and the host side never imports jax.
 """
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pagedjax.engine import LLMEngine as LLMEngine
     from pagedjax.llm import LLM as LLM
     from pagedjax.llm import generate as generate
-    from pagedjax.llm import load as load
+    from pagedjax.models.load import load as load
+    from pagedjax.models.orbax_checkpoint import save as save
     from pagedjax.outputs import CompletionOutput as CompletionOutput
     from pagedjax.outputs import EngineStats as EngineStats
     from pagedjax.outputs import Logprob as Logprob
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "llm",
     "generate": "llm",
-    "load": "llm",
+    "load": "models.load",
+    "save": "models.orbax_checkpoint",
     "LLMEngine": "engine",
     "EngineConfig": "config",
     "SamplingParams": "sampling.params",

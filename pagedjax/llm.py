@@ -6,7 +6,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from tqdm.auto import tqdm
 
@@ -15,9 +14,8 @@ from pagedjax.blocks.memory_map import MemoryMap
 from pagedjax.compilation_cache import use_compilation_cache
 from pagedjax.engine import LLMEngine
 from pagedjax.model_runner import ModelRunner
-from pagedjax.models.config import check_float_dtype
 from pagedjax.models.decoder import CausalLM, Params
-from pagedjax.models.load import Checkpoint, load_checkpoint, load_tensors
+from pagedjax.models.load import load_tensors
 from pagedjax.models.tokenizer import apply_chat_template
 from pagedjax.outputs import CompletionOutput, EngineStats, RequestOutput, ScoreOutput
 from pagedjax.planning.build import plan_memory
@@ -31,17 +29,6 @@ from pagedjax.scoring import score_of, split_for_score
 from pagedjax.streaming import AsyncStream, Inbox, SharedEngine, Stream
 
 Message = Mapping[str, Any]
-
-
-def load(name_or_path: str | Path, dtype: str = "auto", progress: bool = False) -> tuple[CausalLM, Params, Any]:
-    """A Flax module, its params as a plain pytree, and its tokenizer (None if the checkpoint has none).
-
-    `name_or_path` is a folder with safetensors, a .gguf file, a name of the catalogue ("smollm2-135m-instruct") or a
-    hub id. `model.apply({"params": params}, token_ids)` gives logits; `LLM(model, params=params, tokenizer=tokenizer)`
-    samples from the same arrays.
-    """
-    checkpoint = _load(name_or_path, dtype, progress)
-    return CausalLM(checkpoint.config), checkpoint.params, checkpoint.tokenizer
 
 
 def generate(
@@ -254,17 +241,37 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] = 0,
+        **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answers to one conversation, a list of {"role": ..., "content": ...}, or to a list of conversations."""
+        """Answers to one conversation, a list of {"role": ..., "content": ...}, or to a list of conversations.
+
+        `template_options` (tools, chat_template, ...) are those of `render_chat`, for all conversations.
+        """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [{"prompt_token_ids": self.render_chat(conversation)} for conversation in conversations]
+        prompts = [{"prompt_token_ids": self.render_chat(each, **template_options)} for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
-    def render_chat(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation as prompt token ids, by the tokenizer's chat template, ready for the assistant's turn."""
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """A conversation as prompt token ids, by the tokenizer's chat template, ready for the assistant's turn.
+
+        `tools` are functions that the model may call, as OpenAI's API describes them: {"type": "function", "function":
+        {"name": ..., "description": ..., "parameters": JSON schema}}. `chat_template` (Jinja) takes the place of the
+        tokenizer's; whatever else is given reaches the template under its name. Raises ValueError for messages or tools
+        of another form, without a template, and when the template refuses them.
+        """
         if self.tokenizer is None:
             raise ValueError("messages need a tokenizer with a chat template, and this model has no tokenizer")
-        return apply_chat_template(self.tokenizer, messages)
+        return apply_chat_template(
+            self.tokenizer, messages, add_generation_prompt, chat_template, tools=tools, **template_kwargs
+        )
 
     def score(
         self, prompts: Prompt | Iterable[Prompt], continuations: Prompt | Iterable[Prompt] | None = None
@@ -408,12 +415,6 @@ class LLM:
                         finished[output.request_id] = output
                         bar.update()
         return [finished[request_id] for request_id in inbox.request_ids]
-
-
-def _load(name_or_path: str | Path, dtype: str, progress: bool) -> Checkpoint:
-    if dtype != "auto":
-        return load_checkpoint(name_or_path, check_float_dtype(dtype), progress)
-    return load_checkpoint(name_or_path, "float32" if jax.default_backend() == "cpu" else "bfloat16", progress)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -28,7 +28,8 @@ class Layer(NamedTuple):
 # Low to high. A module imports from its own row and from the rows above it in this table, and never in a circle.
 LAYERS = (
     Layer("pallas_kernels pallas_kernels.*", only=frozenset({"jax", "jaxtyping", "numpy"})),
-    Layer("paths models.checks models.config models.rope models.layer_groups models.families "
+    Layer(
+        "paths models.checks models.config models.config_file models.rope models.layer_groups models.families "
         "models.families.* models.catalogue",
         never=DEVICE,
     ),

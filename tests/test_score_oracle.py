@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from pagedjax.llm import LLM, load
+from pagedjax.llm import LLM
+from pagedjax.models.load import load
 
 torch = pytest.importorskip("torch", reason="torch is the oracle")
 

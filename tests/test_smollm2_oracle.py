@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from pagedjax.beams.params import BeamSearchParams
-from pagedjax.llm import LLM, load
+from pagedjax.llm import LLM
 from pagedjax.models.catalogue import resolve
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.decoder import CausalLM, Params
+from pagedjax.models.load import load
 from pagedjax.models.weights import expected_tensors
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling.params import SamplingParams

@@ -1,0 +1,33 @@
+"""Turns any checkpoint that loads into a folder of `pagedjax.save`, or of Hugging Face's layout. Works on the host."""
+
+from pathlib import Path
+
+import jax
+
+from pagedjax.models.decoder import CausalLM
+from pagedjax.models.load import load_checkpoint
+from pagedjax.models.orbax_checkpoint import check_free, save
+
+FORMATS = ("orbax",)
+
+
+def convert(
+    source: str | Path,
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    format: str = "orbax",
+    overwrite: bool = False,
+    progress: bool = False,
+) -> None:
+    """Reads `source`, what `pagedjax.load` takes, and writes it to the folder `path`.
+
+    `dtype` is that of the written weights; None keeps the checkpoint's own (float32 for a quantised GGUF file). The
+    weights stay in the host's memory, so a model may be larger than the device. Raises ValueError as `load` and `save`.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format: got {format!r}, expected one of {', '.join(FORMATS)}")
+    check_free(path, overwrite)  # before minutes are spent on loading
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        config, params, tokenizer = load_checkpoint(source, dtype, progress)
+        save(path, CausalLM(config), params, tokenizer, overwrite=overwrite)

@@ -1,0 +1,166 @@
+"""A model as a folder that `pagedjax.load` reads back: its arrays by Orbax, its config, its tokenizer.
+
+    pagedjax.json    the config (models/config_file.py)
+    params/          the arrays, each in its own dtype
+    tokenizer/       if there is one
+
+Arrays are restored straight into any sharding, whatever they were saved from.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from pagedjax.models.config import ModelConfig
+from pagedjax.models.config_file import CONFIG_NAME, write_config
+from pagedjax.models.decoder import CausalLM
+from pagedjax.models.placement import Path as ParamPath
+from pagedjax.models.placement import Placement, progress_bar, sharding_for
+from pagedjax.models.weights import Params, expected_tensors
+
+PARAMS_FOLDER, TOKENIZER_FOLDER = "params", "tokenizer"
+CHUNK_BYTES = 2**26
+"""Most of a piece that an array is stored in: a device that takes a part of the array reads the pieces it lies in."""
+
+Array = jax.Array | np.ndarray
+
+
+def save(
+    path: str | Path, model: CausalLM, params: Mapping[str, Any], tokenizer: Any = None, *, overwrite: bool = False
+) -> None:
+    """Writes a model to a new folder, from which `pagedjax.load(path)` and `LLM(path)` take it.
+
+    `params` are those that `model` is applied with, on one device or on many, each array in its own dtype (int8 too).
+    The folder is there whole or not at all. One that exists and is not empty is refused; with `overwrite` it is
+    replaced if `save` wrote it. Raises ValueError for a path that is taken and for params that are not the model's.
+    """
+    path = check_free(path, overwrite)
+    arrays = dict(_flatten(params))
+    for where, array in arrays.items():
+        if not isinstance(array, Array):
+            raise ValueError(f"params: got a {type(array).__name__} at {'/'.join(where)}, expected an array")
+    _check(model.config, arrays, "params")
+    own = [arrays[path].dtype for path, _, _ in expected_tensors(model.config).values()]
+    config = replace(model.config, dtype=str(next(dtype for dtype in own if jnp.issubdtype(dtype, jnp.floating))))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside its place and renamed at the end.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        with _checkpointer() as checkpointer:
+            pieces = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), params)
+            checkpointer.save(new / PARAMS_FOLDER, args=ocp.args.PyTreeSave(params, save_args=pieces))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(new / TOKENIZER_FOLDER))
+        write_config(new, config)
+        if path.exists():
+            path.rename(Path(scratch) / "old")
+        os.rename(new, path)
+
+
+def check_free(path: str | Path, overwrite: bool) -> Path:
+    """The full path of a folder that `save` may write; ValueError if it is taken."""
+    path = Path(path).expanduser().resolve()
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        ours = (path / CONFIG_NAME).is_file()
+        if not (overwrite and ours):
+            hint = "overwrite=True replaces it" if ours else "it was not written by pagedjax.save"
+            raise ValueError(f"path: got {path}, expected a new or an empty folder: {hint}")
+    return path
+
+
+def restore_params(
+    folder: Path,
+    config: ModelConfig,
+    dtype: str | None = None,
+    progress: bool = False,
+    sharding: Placement | None = None,
+) -> Params:
+    """The arrays of a folder that `save` wrote, a layer at a time, each restored straight into its place.
+
+    The model's float arrays are converted to `dtype`, or keep their own with None; integers and their scales do anyway.
+    `sharding` is that of `placement.build_params`. Raises ValueError for a folder that is damaged or lacks an array.
+    """
+    source = folder / PARAMS_FOLDER
+    with _checkpointer() as checkpointer, _damage_named(source):
+        metadata = checkpointer.metadata(source).item_metadata
+        if metadata is None:
+            raise ValueError("it has no metadata of its arrays")
+        tree = metadata.tree
+    stored = dict(_flatten(tree))
+    _check(config, stored, str(source))
+    own = {path for path, _, _ in expected_tensors(config).values()}
+    default = jnp.zeros(()).sharding
+
+    def target(path: ParamPath) -> jax.ShapeDtypeStruct:
+        shape, kept = tuple(stored[path].shape), stored[path].dtype
+        converted = dtype is not None and path in own and jnp.issubdtype(kept, jnp.floating)
+        where = sharding_for(sharding, path, shape) or default
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype) if converted else kept, sharding=where)
+
+    targets = {path: target(path) for path in stored}
+    num_bytes = sum(prod(array.shape) * array.dtype.itemsize for array in targets.values())
+    params: Params = {}
+    with progress_bar(num_bytes, progress) as advance, _checkpointer() as checkpointer:
+        for key, part in tree.items():
+            item = jax.tree_util.tree_map_with_path(lambda path, _: targets[_keys(path)], {key: part})
+            restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+            request = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+            with _damage_named(source):
+                params |= checkpointer.restore(source, args=request)
+            advance(sum(leaf.nbytes for leaf in jax.tree.leaves(params[key])))
+    return params
+
+
+def _check(config: ModelConfig, arrays: Mapping[ParamPath, Any], where: str) -> None:
+    """Every parameter of the model is there once in its shape, and nothing else but the scales of integer arrays."""
+    expected = {path: shape for path, shape, _ in expected_tensors(config).values()}
+    for path, array in arrays.items():
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            scale = (*path[:-1], "scale")
+            expected[scale] = tuple(arrays[scale].shape) if scale in arrays else ()
+    problems = [f"missing: {'/'.join(path)}" for path in expected if path not in arrays]
+    for path, array in arrays.items():
+        name, shape = "/".join(path), tuple(array.shape)
+        if path not in expected:
+            problems.append(f"not used: {name} {list(shape)}")
+        elif shape != expected[path]:
+            problems.append(f"wrong shape: {name} is {list(shape)}, expected {list(expected[path])}")
+    if problems:
+        raise ValueError(f"{where} do not fit the {config.model_type} config: " + "; ".join(problems))
+
+
+def _flatten(tree: Any, path: ParamPath = ()) -> Iterator[tuple[ParamPath, Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _flatten(value, (*path, str(key)))
+    else:
+        yield path, tree
+
+
+def _keys(path: tuple[Any, ...]) -> ParamPath:
+    return tuple(key.key for key in path)
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+
+@contextmanager
+def _damage_named(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:  # such as no memory on the device
+        raise
+    except Exception as error:  # of damaged files Orbax and its store raise many kinds, bare Exception too
+        raise ValueError(f"{source} is damaged or incomplete: {' '.join(str(error).split())[:300]}") from error
