@@ -1,7 +1,7 @@
 """Reads a Hugging Face model folder: `config.json` and one or many safetensors files."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -63,32 +63,34 @@ def shard_names(folder: Path) -> dict[str, frozenset[str]]:
     return shards
 
 
-def iter_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+def iter_tensors(folder: Path, skip: Callable[[str], bool] = lambda name: False) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a model folder, (name, array in the file's own float type), one at a time in the files' order.
 
-    They are read, not mapped: pages of a mapped file stay in memory until the whole file is closed.
+    Those that `skip` is true of are left out, of whatever type they are. The others are read, not mapped: pages of a
+    mapped file stay in memory until the whole file is closed.
     """
     for file in shard_names(folder):
         with (folder / file).open("rb") as stream:
             for name, tensor in _read_header(stream).items():
-                if tensor.code in FLOAT_CODES:
-                    stream.seek(tensor.start)
-                    values = np.fromfile(stream, _DTYPES[tensor.code], prod(tensor.shape))
-                    yield name, values.reshape(tensor.shape)
-                    del values  # or it would be in memory beside the next
-                elif not name.endswith("rotary_emb.inv_freq"):
-                    raise ValueError(
-                        f"tensor {name} is of type {tensor.code}, expected one of {', '.join(FLOAT_CODES)}"
-                    )
+                if skip(name):
+                    continue
+                if tensor.code not in FLOAT_CODES:
+                    codes = ", ".join(FLOAT_CODES)
+                    raise ValueError(f"tensor {name} is of type {tensor.code}, expected one of {codes}")
+                stream.seek(tensor.start)
+                values = np.fromfile(stream, _DTYPES[tensor.code], prod(tensor.shape))
+                yield name, values.reshape(tensor.shape)
+                del values  # or it would be in memory beside the next
 
 
 def stored_dtype(folder: Path) -> str:
-    """The float type of the first tensor: what a checkpoint is in whose config names no dtype."""
-    file, names = next(iter(shard_names(folder).items()))
+    """The float type of the first tensor that has one: what a checkpoint is in whose config names no dtype."""
+    file = next(iter(shard_names(folder)))
     with (folder / file).open("rb") as stream:
-        code = _read_header(stream)[min(names)].code
-    if code not in FLOAT_CODES:
-        raise ValueError(f"tensor {min(names)} is of type {code}, expected one of {', '.join(FLOAT_CODES)}")
+        codes = [tensor.code for _, tensor in sorted(_read_header(stream).items())]
+    code = next((code for code in codes if code in FLOAT_CODES), None)
+    if code is None:
+        raise ValueError(f"the tensors of {file} are of types {sorted(set(codes))}, expected {', '.join(FLOAT_CODES)}")
     return FLOAT_CODES[code]
 
 
