@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from pagedjax.models.checks import require
 from pagedjax.models.config import as_token_ids
 from pagedjax.models.gguf_loader import open_gguf
 from pagedjax.models.gguf_tokenizer import tokenizer_from_gguf
@@ -40,6 +41,7 @@ def apply_chat_template(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
     chat_template: str | None = None,
+    tools: Any = None,
     **template_kwargs: Any,
 ) -> list[int]:
     """The prompt ids of a conversation, [{"role": ..., "content": ...}, ...], with exactly one BOS.
@@ -47,9 +49,11 @@ def apply_chat_template(
     The template decides what the prompt holds. A BOS that it writes is kept, and not doubled by a tokenizer that adds
     one on its own; a template that writes none gets the BOS of a tokenizer that adds one. (A model whose tokenizer
     adds none, with a template that writes none, was trained without.)
-    `chat_template` is used in place of the tokenizer's; `template_kwargs` (tools, documents, ...) reach the template.
+    `chat_template` is used in place of the tokenizer's; `tools`, a list as in OpenAI's API, and `template_kwargs`
+    (documents, ...) reach the template.
 
-    Raises ValueError for messages of another form, without a template, and when the template refuses the messages.
+    Raises ValueError for messages or tools of another form, without a template, when the template refuses the messages
+    and when it makes nothing of the tools: a model that never saw them would answer as if there were none.
     """
     if isinstance(messages, str | Mapping) or not messages:
         raise ValueError(f"messages: got {messages!r}, expected a list of at least one message")
@@ -58,12 +62,17 @@ def apply_chat_template(
             raise ValueError(f"messages[{index}]: got {message!r}, expected an object with a role")
     if not chat_template and not tokenizer.chat_template:
         raise ValueError("this model's tokenizer has no chat template: pass one, or use a plain prompt")
+    _check_tools(tools)
     conversation = [dict(message) for message in messages]
     options = {**template_kwargs, "add_generation_prompt": add_generation_prompt, "tokenize": False}
+    options["chat_template"] = chat_template or None
     try:
-        text = tokenizer.apply_chat_template(conversation, chat_template=chat_template or None, **options)
+        text = tokenizer.apply_chat_template(conversation, tools=list(tools) if tools else None, **options)
+        ignores_tools = tools and text == tokenizer.apply_chat_template(conversation, **options)
     except _TEMPLATE_FAILURES as error:
         raise ValueError(f"the chat template refused these messages: {error}") from error
+    if ignores_tools:
+        raise ValueError(f"tools: got {len(tools or ())}, expected none: this chat template does not show them")
     assert isinstance(text, str)
     return _with_one_bos(tokenizer, tokenizer.encode(text, add_special_tokens=False))
 
@@ -86,6 +95,22 @@ def eos_token_ids(
     if tokenizer is not None:
         ids += as_token_ids(tokenizer.eos_token_id, "the tokenizer's eos_token_id")
     return tuple(dict.fromkeys(ids))
+
+
+def _check_tools(tools: Any) -> None:
+    """Each is {"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}."""
+    is_list = isinstance(tools, list | tuple)
+    require(tools is None or is_list, "tools", tools, "a list of functions or None")
+    for index, tool in enumerate(tools or ()):
+        field = f"tools[{index}]"
+        require(isinstance(tool, Mapping), field, tool, "an object")
+        require(tool.get("type") == "function", f"{field}.type", tool.get("type"), "'function'")
+        function = tool.get("function")
+        require(isinstance(function, Mapping), f"{field}.function", function, "an object with a name")
+        name, description, schema = (function.get(key) for key in ("name", "description", "parameters"))
+        require(isinstance(name, str) and name != "", f"{field}.function.name", name, "text")
+        require(isinstance(description, str | None), f"{field}.function.description", description, "text or none")
+        require(isinstance(schema, Mapping | None), f"{field}.function.parameters", schema, "a JSON schema or none")
 
 
 def _with_one_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from test_tokenizer import BOS_TEMPLATE, CHAT, word_tokenizer
+from test_tokenizer import BOS_TEMPLATE, CHAT, PLAIN_TOOL, TOOL_TEMPLATE, word_tokenizer
 from tiny_models import random_tensors, save_folder, save_tiny, tiny, write_gguf
 
 from pagedjax.models import orbax_checkpoint
@@ -164,6 +164,24 @@ def test_it_is_loaded_like_any_other_model(tmp_path):
     by_path = pagedjax.LLM(tmp_path / "m", warm_up=False, **sizes).generate([[1, 2, 3]], options, use_tqdm=False)
     by_hand = pagedjax.LLM(model, params=params, warm_up=False, **sizes).generate([[1, 2, 3]], options, use_tqdm=False)
     assert by_path[0].outputs[0].token_ids == by_hand[0].outputs[0].token_ids
+
+
+def test_chat_takes_tools_and_templates():
+    import pagedjax
+
+    model, params = model_of()
+    sizes: Any = {"num_blocks": 8, "block_size": 8, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    llm = pagedjax.LLM(model, params=params, tokenizer=word_tokenizer(TOOL_TEMPLATE), warm_up=False, **sizes)
+    options = pagedjax.SamplingParams(temperature=0.0, max_tokens=1)
+    (plain,) = llm.chat(CHAT, options, use_tqdm=False)
+    assert plain.prompt_token_ids == [1, 3, 5, 4, 6]
+    (with_tools,) = llm.chat(CHAT, options, use_tqdm=False, tools=[PLAIN_TOOL])
+    assert with_tools.prompt_token_ids == [1, 6, 3, 5, 4, 6]
+    assert with_tools.prompt_token_ids == llm.render_chat(CHAT, tools=[PLAIN_TOOL])
+    two = llm.chat([CHAT, CHAT[:1]], options, use_tqdm=False, chat_template="{{ word }}", word="you")
+    assert [output.prompt_token_ids for output in two] == [[6], [6]]
+    with pytest.raises(ValueError, match=r"tools\[0\].type: got None"):
+        llm.chat(CHAT, options, use_tqdm=False, tools=[{}])
 
 
 # --- the formats hold the same model

@@ -482,6 +482,81 @@ def test_bad_chats_are_value_errors(template, messages, error):
         apply_chat_template(word_tokenizer(template), messages)
 
 
+# --- tools
+
+TOOL_TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name + ' ' }}{% if tool.function.parameters %}"
+    "{{ tool.function.parameters | tojson }} {% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m['role'] + ' ' }}{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function.name }} {% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
+)
+PLAIN_TOOL = {"type": "function", "function": {"name": "you"}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "you",
+        "description": "Says who.",
+        "parameters": {"type": "object", "properties": {"who": {"type": "string"}}, "required": ["who"]},
+    },
+}
+
+
+def test_tools_reach_the_template():
+    tokenizer = byte_tokenizer(TOOL_TEMPLATE)
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "you", "arguments": {}}}]},
+        {"role": "tool", "content": "me"},
+    ]
+    text = str(tokenizer.decode(apply_chat_template(tokenizer, messages, tools=[TOOL])))
+    start, schema, rest = text.partition(json.dumps(TOOL["function"]["parameters"]))
+    assert (start, schema != "", rest) == ("you ", True, " user hi assistant you tool me ")
+    for none in (None, [], ()):
+        text = tokenizer.decode(apply_chat_template(tokenizer, messages, tools=none))
+        assert text == "user hi assistant you tool me "
+
+
+def byte_tokenizer(template):
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
+
+
+def function(**changes):
+    return {"type": "function", "function": TOOL["function"] | changes}
+
+
+BAD_TOOLS = {
+    "one, not a list": (TOOL, "tools: got .* expected a list of functions or None"),
+    "text": ("you", "tools: got 'you', expected a list"),
+    "names": (["you"], r"tools\[0\]: got 'you', expected an object"),
+    "no type": ([TOOL, {"function": {"name": "you"}}], r"tools\[1\].type: got None, expected 'function'"),
+    "another type": ([{"type": "retrieval"}], r"tools\[0\].type: got 'retrieval'"),
+    "no function": ([{"type": "function"}], r"tools\[0\].function: got None, expected an object with a name"),
+    "no name": ([{"type": "function", "function": {}}], r"tools\[0\].function.name: got None, expected text"),
+    "empty name": ([function(name="")], r"tools\[0\].function.name: got '', expected text"),
+    "description": ([function(description=1)], r"tools\[0\].function.description: got 1, expected text or none"),
+    "schema as text": (
+        [function(parameters="{}")],
+        r"tools\[0\].function.parameters: got '{}', expected a JSON schema",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tools", "message"), BAD_TOOLS.values(), ids=BAD_TOOLS.keys())
+def test_bad_tools_are_value_errors(tools, message):
+    with pytest.raises(ValueError, match=message):
+        apply_chat_template(word_tokenizer(TOOL_TEMPLATE), CHAT, tools=tools)
+
+
+def test_tools_that_a_template_does_not_show_are_refused():
+    with pytest.raises(ValueError, match="tools: got 1, expected none: this chat template does not show them"):
+        apply_chat_template(word_tokenizer(PLAIN_TEMPLATE), CHAT, tools=[PLAIN_TOOL])
+    with pytest.raises(ValueError, match="the chat template refused these messages: only users here"):
+        apply_chat_template(word_tokenizer(STRICT_TEMPLATE), CHAT, tools=[PLAIN_TOOL])
+
+
 # --- ids that end a text (B56)
 
 
