@@ -19,7 +19,13 @@ CPU_BLOCK_SIZE, BLOCK_SIZE = 64, 16
 twice the rate of 4 KiB (docs/decisions.md)."""
 
 
-def check_options(sizes: Mapping[str, Any], choices: Mapping[str, Any], seed: Any, gpu_memory_utilization: Any) -> None:
+def check_options(
+    sizes: Mapping[str, Any],
+    choices: Mapping[str, Any],
+    seed: Any,
+    gpu_memory_utilization: Any,
+    allow_longer_context: Any,
+) -> None:
     """Raises ValueError for a bad option, before the checkpoint is looked at.
 
     `choices` are those fields of `EngineConfig` that are no sizes.
@@ -29,6 +35,8 @@ def check_options(sizes: Mapping[str, Any], choices: Mapping[str, Any], seed: An
     EngineConfig(num_blocks=1, max_model_len=2**31, **choices)
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise ValueError(f"seed must be an int, got {seed!r}")
+    if not isinstance(allow_longer_context, bool):
+        raise ValueError(f"allow_longer_context must be True or False, got {allow_longer_context!r}")
     share: Any = gpu_memory_utilization if isinstance(gpu_memory_utilization, Real) else 0
     if not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization!r}")
@@ -54,6 +62,7 @@ def decide_options(
     num_decode_steps: int,
     async_scheduling: bool,
     check_integrity: bool,
+    allow_longer_context: bool,
 ) -> EngineConfig:
     """The options of `LLM` with every None decided, for a machine with this memory, of which weights that are still to
     be loaded will take `weight_bytes`."""
@@ -61,16 +70,13 @@ def decide_options(
     if max_model_len is None:
         max_model_len = model.max_position_embeddings
     block_size = block_size if block_size is not None else CPU_BLOCK_SIZE if is_cpu else BLOCK_SIZE
-    if max_model_len > model.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len must be at most the model's {model.max_position_embeddings}, got {max_model_len}"
-        )
-    most_used = max_num_seqs * -(-max_model_len // block_size)
+    model.check_context(max_model_len, allow_longer_context)
     if max_num_batched_tokens is None:
         max_num_batched_tokens = CPU_TOKEN_BUDGET if is_cpu else TOKEN_BUDGET
     config = EngineConfig(
-        num_blocks=most_used if num_blocks is None else num_blocks,
+        num_blocks=num_blocks or 1,
         block_size=block_size,
+        windows=model.layer_groups.windows,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -87,7 +93,8 @@ def decide_options(
         check_integrity=check_integrity,
     )
     if num_blocks is None:
-        num_blocks = min(most_used, num_blocks_that_fit(model, config, dtype, memory, weight_bytes))
+        config = replace(config, num_blocks=max_num_seqs * config.num_blocks_for(max_model_len))
+        num_blocks = min(config.num_blocks, num_blocks_that_fit(model, config, dtype, memory, weight_bytes))
     config = replace(config, num_blocks=num_blocks)
     if num_swap_blocks is None and preemption in ("swap", "auto"):
         num_swap_blocks = num_swap_blocks_that_fit(model, config, dtype, memory, weight_bytes)

@@ -20,10 +20,11 @@ MAX_INT32 = 2**31 - 1
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all layers: per layer N blocks of K heads of bs slots.
+    """Keys and values: of each layer of a group, N blocks of K heads of bs slots.
 
-    A separate array per layer, as each is donated and updated in place by itself. The slots of one head of a block lie
-    together: that is what attention reads at a time.
+    A block belongs to one group of layers (see `models.layer_groups`), mostly the only one, and lies in all arrays, one
+    for each of its layers. They are separate, as each is donated and updated in place by itself. The slots of one head
+    of a block lie together: that is what attention reads at a time.
     """
 
     k: tuple[Float[Array, "N K bs D"], ...]
@@ -31,9 +32,10 @@ class KVCache:
 
 
 def init_kv_cache(
-    *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
+    *, num_pools: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
 ) -> KVCache:
-    """A zeroed pool of `num_blocks` usable blocks and the null block, block 0, in front of them.
+    """A zeroed pool of `num_blocks` usable blocks, for groups of `num_pools` layers, and in front of them the null
+    block, block 0.
 
     Raises ValueError for one whose slots, or heads of blocks, int32 cannot count. Elements may be any number: they are
     addressed with 64 bits where it takes them.
@@ -45,7 +47,7 @@ def init_kv_cache(
                 f"num_blocks={num_blocks}: {shape[0]} blocks, with the null block, x {size} {name} are more "
                 f"than the {MAX_INT32} that int32 indices reach; use larger blocks, or fewer"
             )
-    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2))
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(num_pools)) for _ in range(2))
     return KVCache(k, v)
 
 
@@ -86,7 +88,7 @@ def _copy_layer_blocks(
 
 
 def bytes_per_block(
-    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
+    *, num_pools: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
 ) -> int:
-    """Bytes of one block, keys and values of all layers together."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize
+    """Bytes of one block, keys and values of all layers of a group together."""
+    return 2 * num_pools * block_size * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize

@@ -63,6 +63,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
+        allow_longer_context: bool = False,
         seed: int = 0,
         attention_implementation: str | None = None,
         logprobs_mode: str = "raw_logprobs",
@@ -89,7 +90,9 @@ class LLM:
           gpu_memory_utilization: share, for weights, pool and programs, of the memory that JAX may take of the GPU,
             which is 75% unless XLA_PYTHON_CLIENT_MEM_FRACTION was set before JAX started.
           max_num_seqs: most requests in a step. max_num_batched_tokens: most tokens in a step; None picks by platform.
-          max_model_len: most tokens of a request; None takes the model's own limit.
+          max_model_len: most tokens of a request; None takes the model's own limit. Rope whose frequencies depend on
+            the length of the context ("dynamic", "longrope") has those of this length, for every request.
+          allow_longer_context: take a `max_model_len` beyond what the model is made for.
           seed: where the seeds of requests without one are drawn from.
           attention_implementation: "xla", "pallas_triton" or None, which picks what is best here.
           logprobs_mode: "raw_logprobs" gives the log-softmax of the model's logits, "processed_logprobs" that of what
@@ -131,6 +134,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            allow_longer_context=allow_longer_context,
             logprobs_mode=logprobs_mode,
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
@@ -150,7 +154,7 @@ class LLM:
         self.tokenizer = tokenizer
         engine_config = self.memory_plan.config
         runner = ModelRunner(
-            model,
+            model.clone(config=model.config.served_up_to(engine_config.max_model_len)),
             params,
             engine_config,
             kv_dtype=params["embed_tokens"]["embedding"].dtype,

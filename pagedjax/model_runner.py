@@ -78,6 +78,11 @@ class ModelRunner:
         self.params = params
         self.config = config
         self.kv_dtype = jnp.dtype(kv_dtype)
+        if config.windows != model.config.layer_groups.windows:
+            raise ValueError(
+                f"windows: got {config.windows}, expected those of the model's layers: "
+                f"{model.config.layer_groups.windows}"
+            )
         self.kv_cache = self._new_kv_cache()
         is_cpu = jax.default_backend() == "cpu"
         whole_step = not is_cpu if whole_step is None else whole_step
@@ -150,7 +155,8 @@ class ModelRunner:
 
     def copy_blocks(self, copies: Mapping[int, int]) -> None:
         """Copies blocks of all layers, {to: from}, before a step writes to them. DONATES the pool."""
-        tile, most = self._copy_tile, self.config.max_num_running  # a sequence writes to one shared block at most
+        # A sequence writes to one shared block of each group of layers at most.
+        tile, most = self._copy_tile, self.config.max_num_running * len(self.config.windows)
         source, target = np.zeros((2, -(-most // tile) * tile), np.int32)
         source[: len(copies)], target[: len(copies)] = list(copies.values()), list(copies)
         self.kv_cache = self._copy(tile, self.kv_cache, source, target, -(-len(copies) // tile))
@@ -295,7 +301,7 @@ class ModelRunner:
     def _new_kv_cache(self) -> KVCache:
         model = self.model.config
         cache = init_kv_cache(
-            num_layers=model.num_layers,
+            num_pools=model.layer_groups.num_pools,
             num_blocks=self.config.num_blocks,
             block_size=self.config.block_size,
             num_kv_heads=model.num_kv_heads,

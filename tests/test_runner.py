@@ -472,13 +472,13 @@ def test_b74_a_pool_whose_step_failed_unwaited_for_is_made_anew(monkeypatch):
 
 
 def test_b74_keys_and_values_share_no_array():
-    cache = init_kv_cache(num_layers=3, num_blocks=4, block_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.float32)
+    cache = init_kv_cache(num_pools=3, num_blocks=4, block_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.float32)
     pools = jax.tree.leaves(cache)
     assert len(pools) == 6
     assert len({pool.unsafe_buffer_pointer() for pool in pools}) == 6
     assert not any(np.asarray(pool).any() for pool in pools)
     assert sum(pool.nbytes for pool in pools) == 5 * bytes_per_block(
-        num_layers=3, block_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.float32
+        num_pools=3, block_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.float32
     )
 
 
@@ -540,7 +540,7 @@ def large_cache() -> KVCache:
     return jax.eval_shape(
         partial(
             init_kv_cache,
-            num_layers=2,
+            num_pools=2,
             num_blocks=LARGE_NUM_BLOCKS,
             block_size=4,
             num_kv_heads=2,
@@ -632,7 +632,7 @@ def test_an_unknown_attention_is_refused_before_anything_compiles():
 
 @pytest.mark.parametrize(("block_size", "num_kv_heads", "what"), [(16, 1, "slots"), (1, 16, "KV heads")])
 def test_a_pool_beyond_int32_is_refused_before_it_is_made(block_size, num_kv_heads, what):
-    sizes = {"num_layers": 1, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": 1}
+    sizes = {"num_pools": 1, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": 1}
     with pytest.raises(ValueError, match=rf"num_blocks={2**27}: .* x 16 {what} are more than the 2147483647"):
         init_kv_cache(num_blocks=2**27, dtype=jnp.float32, **sizes)
 

@@ -201,7 +201,7 @@ def test_auto_takes_what_is_measured_to_be_faster():
 
 def random_cache(num_blocks: int, seed: int = 0) -> KVCache:
     cache = init_kv_cache(
-        num_layers=2, num_blocks=num_blocks, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32
+        num_pools=2, num_blocks=num_blocks, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32
     )
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), cache)

@@ -86,7 +86,7 @@ class TinyConfig(EngineConfig):
 
     @property
     def max_blocks_per_seq(self) -> int:
-        return min(self.num_blocks_for(self.max_model_len), self.pool_blocks)
+        return min(self.table_len(self.max_model_len), self.pool_blocks)
 
 
 def tiny_config(

@@ -1,5 +1,5 @@
-"""Whole steps of a model with the shape of Llama 3 8B, in bfloat16: what a GPU runs between two turns of the host, and
-what brings swapped blocks back."""
+"""Whole steps of models with the shapes of Llama 3 8B and Gemma 2 9B, in bfloat16: what a GPU runs between two turns of
+the host, and what brings swapped blocks back."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Abstract
 
 from benchmarks.gpu_gate.cases import CONTEXT, Case, num_bytes
-from benchmarks.model_shapes import LLAMA_3_8B
+from benchmarks.model_shapes import GEMMA_2_9B, LLAMA_3_8B
 from pagedjax.batch import padding_batch
 from pagedjax.blocks.host_pool import TILE, scatter_tile
 from pagedjax.config import EngineConfig
@@ -32,6 +32,8 @@ def step_cases() -> list[Case]:
         step("step, mixed, 512 tokens", num_tokens=512, max_query_len=512),
         step("step in XLA, decode, 64 rows", num_tokens=64, max_query_len=1, implementation="xla"),
         step("step, decodes in a loop, 64 rows", num_tokens=64, max_query_len=1, num_decodes=4),
+        step("step with windows, decode, 64 rows", model=GEMMA_2_9B, num_tokens=64, max_query_len=1),
+        step("step with windows, mixed, 512 tokens", model=GEMMA_2_9B, num_tokens=512, max_query_len=512),
         swap_in("blocks swapped in"),
     ]
 
@@ -42,11 +44,11 @@ def step(
     num_tokens: int,
     max_query_len: int,
     implementation: str = "pallas_triton",
-    num_layers: int = 32,
+    model: ModelConfig = LLAMA_3_8B,
     num_decodes: int = 1,
 ) -> Case:
     """One step as the engine runs it, or several decodes as one, the pool donated."""
-    config = replace(LLAMA_3_8B, num_layers=num_layers)
+    config = model
 
     def run(params: Params, kv_cache: KVCache, batch: ModelInput) -> tuple[Any, KVCache]:
         hidden, kv_cache = paged_step(config, params, batch, kv_cache, implementation=implementation)
@@ -61,11 +63,11 @@ def step(
         return tokens, kv_cache
 
     params, kv_cache = _abstract_params(config), _abstract_pool(config)
-    batch = padding_batch(ENGINE, num_tokens, max_query_len)
+    batch = padding_batch(replace(ENGINE, windows=config.layer_groups.windows), num_tokens, max_query_len)
     num_rows = len(batch.logits_indices)
     embedding = num_bytes(params["embed_tokens"])  # of which a step reads a row per token
     kv_bytes_per_token = bytes_per_block(
-        num_layers=num_layers,
+        num_pools=config.num_layers,
         block_size=1,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -108,7 +110,7 @@ def _abstract_params(config: ModelConfig) -> Params:
 def _abstract_pool(config: ModelConfig) -> KVCache:
     return jax.eval_shape(
         lambda: init_kv_cache(
-            num_layers=config.num_layers,
+            num_pools=config.layer_groups.num_pools,
             num_blocks=ENGINE.num_blocks,
             block_size=ENGINE.block_size,
             num_kv_heads=config.num_kv_heads,

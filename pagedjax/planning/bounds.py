@@ -50,9 +50,9 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
 
 
 def block_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:
-    """Bytes of a KV block, all layers together."""
+    """Bytes of a KV block, all layers of a group together."""
     return bytes_per_block(
-        num_layers=model.num_layers,
+        num_pools=model.layer_groups.num_pools,
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
@@ -77,9 +77,10 @@ def program_bounds(model: ModelConfig, config: EngineConfig, dtype: str, platfor
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     width = 4 * model.hidden_size + 3 * (q_size + 2 * kv_size) + 3 * model.intermediate_size
     activations = 2 * jnp.dtype(dtype).itemsize * num_tokens * width
-    tables = 4 * 4 * num_rows * config.num_blocks_for(config.max_model_len)
+    num_groups, num_pools = len(config.windows), model.layer_groups.num_pools
+    tables = 4 * 4 * num_groups * num_rows * config.table_len(config.max_model_len)
     block = block_bytes(model, config, dtype)
-    copied = 2 * config.max_num_running * block // model.num_layers  # before a step, layer by layer
+    copied = 2 * config.max_num_running * num_groups * block // num_pools  # before a step, layer by layer
     swapped = 3 * SWAP_TILE * block if config.preemption != "recompute" else 0
     forward = max(activations, copied, swapped) + tables
     if is_narrow_on_cpu:  # there products take f32 copies of a layer's weights
@@ -91,7 +92,7 @@ def program_bounds(model: ModelConfig, config: EngineConfig, dtype: str, platfor
     # Several decodes in one program have their head in it as well.
     step = (forward + head if config.num_decode_steps > 1 else max(forward, head)) + slack
     with_extras = max(EXTRAS_COPIES * config.max_num_running, 4 * PROMPT_LOGPROBS_ROWS) * vocab
-    per_block = block * 4 // jnp.dtype(dtype).itemsize // model.num_layers if is_narrow_on_cpu else 0
+    per_block = block * 4 // jnp.dtype(dtype).itemsize // num_pools if is_narrow_on_cpu else 0
     return ProgramBounds(step, max(0, with_extras + slack - step), per_block)
 
 

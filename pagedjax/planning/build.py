@@ -25,6 +25,7 @@ def plan_memory(
     seed: Any = 0,
     gpu_memory_utilization: Any = 0.9,
     attention_implementation: str | None = None,
+    allow_longer_context: Any = False,
     num_requests: int | None = None,
     context: int | None = None,
     memory_bytes: int | None = None,
@@ -45,7 +46,7 @@ def plan_memory(
     choices = {name: value for name, value in options.items() if name not in names}
     if options["num_swap_blocks"] is None:
         del choices["num_swap_blocks"]
-    check_options(sizes, choices, seed, gpu_memory_utilization)
+    check_options(sizes, choices, seed, gpu_memory_utilization, allow_longer_context)
     if dtype != "auto":
         check_float_dtype(dtype)
     memory = memory_for(platform, memory_bytes, float(gpu_memory_utilization))
@@ -60,7 +61,9 @@ def plan_memory(
         dtype = "float32" if memory.platform == "cpu" else "bfloat16"
     in_place = params is not None and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
     weights = weight_bytes(config, dtype) if params is None else sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    options |= {"allow_longer_context": allow_longer_context}
     engine = decide_options(config, dtype=dtype, memory=memory, weight_bytes=0 if in_place else weights, **options)
+    config = config.served_up_to(engine.max_model_len)
     bounds, block = program_bounds(config, engine, dtype, memory.platform), block_bytes(config, engine, dtype)
     step = bounds.step + bounds.per_block * engine.num_blocks
     is_here = memory.platform == ("cpu" if jax.default_backend() == "cpu" else "gpu")
@@ -81,6 +84,6 @@ def plan_memory(
         programs=programs,
         num_requests=(num_requests or 1) if asks else None,
         context=context or engine.max_model_len,
-        max_context=config.max_position_embeddings,
+        max_context=max(config.longest_context, engine.max_model_len),
     )
     return replace(plan, changes=changes_for(plan, config)), header

@@ -48,7 +48,7 @@ class MemoryPlan:
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return self.block_bytes // self.config.block_size
+        return self.block_bytes * len(self.config.windows) // self.config.block_size
 
     @property
     def program_bytes(self) -> int | None:
@@ -89,26 +89,31 @@ class MemoryPlan:
 
     def num_blocks_for(self, num_requests: int, context: int) -> int:
         """Blocks with which so many requests of `context` tokens are admitted together and none is ever preempted: the
-        last token needs no slot, and each admission leaves a block to everyone who runs."""
-        return num_requests * (self.blocks_per_request(context) + 1) - 1
+        last token needs no slot, and each admission leaves everyone who runs room to grow."""
+        return num_requests * (self.blocks_per_request(context) + self._num_to_grow) - self._num_to_grow
 
     def blocks_per_request(self, context: int) -> int:
         """Blocks that a request of `context` tokens fills."""
         return self.config.num_blocks_for(max(1, context - 1))
 
+    @property
+    def _num_to_grow(self) -> int:
+        """Blocks that a sequence grows by at a time: one for each group of layers."""
+        return len(self.config.windows)
+
     def max_requests(self, context: int) -> int:
         """How many requests of `context` tokens run at once, without one being preempted."""
         if context > self.config.max_model_len:
             return 0
-        in_pool = (self.config.num_blocks + 1) // (self.blocks_per_request(context) + 1)
+        in_pool = (self.config.num_blocks + self._num_to_grow) // (self.blocks_per_request(context) + self._num_to_grow)
         return min(in_pool, self.config.max_num_running)
 
     def max_context_for(self, num_requests: int) -> int:
         """The most tokens that each of so many requests can have; 0 if they cannot run at once at all."""
-        blocks = (self.config.num_blocks + 1) // num_requests - 1
-        if blocks < 1 or num_requests > self.config.max_num_running:
+        blocks = (self.config.num_blocks + self._num_to_grow) // num_requests - self._num_to_grow
+        if blocks < self._num_to_grow or num_requests > self.config.max_num_running:
             return 0
-        return min(self.config.max_model_len, blocks * self.config.block_size + 1)
+        return self.config.max_seq_len_in(blocks)
 
     def check(self) -> None:
         """Raises ValueError, with the numbers and with what to change, if the engine does not fit the memory."""

@@ -30,7 +30,7 @@ def abstract_params(model: ModelConfig, dtype: str) -> decoder.Params:
 
 def abstract_pool(model: ModelConfig, config: EngineConfig, dtype: str) -> KVCache:
     """The pool, as shapes."""
-    sizes = {"num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    sizes = {"num_pools": model.layer_groups.num_pools, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     sizes |= {"num_blocks": config.num_blocks, "block_size": config.block_size}
     return jax.eval_shape(partial(init_kv_cache, **sizes, dtype=jnp.dtype(dtype)))
 
