@@ -13,6 +13,7 @@ import importlib.metadata
 import math
 import platform
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,34 +139,40 @@ def dense_logits(config: ModelConfig, params: Params, token_ids: np.ndarray) -> 
     return np.asarray(logits)
 
 
-def paged_logits(config: ModelConfig, params: Params, token_ids: np.ndarray) -> np.ndarray:
+def paged_logits(
+    config: ModelConfig,
+    params: Params,
+    token_ids: np.ndarray,
+    chunks: Sequence[int] = CHUNKS,
+    block_size: int = BLOCK_SIZE,
+) -> np.ndarray:
     """Ours of one sequence, f32[T, V]: the prompt in chunks, then token by token.
 
     Every group of layers has blocks of its own in no order, out of a pool of NaN, and none before its window.
     """
     windows, num_groups = config.layer_groups.windows, len(config.layer_groups.windows)
-    num_rows = -(-NUM_TOKENS // BLOCK_SIZE)
+    num_rows, max_chunk = -(-len(token_ids) // block_size), max(max(CHUNKS), *chunks)
     engine = EngineConfig(
         num_blocks=num_groups * num_rows,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         windows=windows,
-        max_model_len=num_rows * BLOCK_SIZE,
+        max_model_len=num_rows * block_size,
         max_num_seqs=1,
-        max_num_batched_tokens=max(CHUNKS),
+        max_num_batched_tokens=max_chunk,
     )
     blocks = np.random.default_rng(2).permutation(np.arange(1, engine.num_blocks + 1)).reshape(num_groups, num_rows)
-    pool = _pool_of_nan(config, params, engine.num_blocks)
+    pool = _pool_of_nan(config, params, engine)
     logits, start = [], 0
-    for num_new in (*CHUNKS, *(1,) * NUM_DECODES):
-        T = 1 if num_new == 1 else max(CHUNKS)
+    for num_new in (*chunks, *(1,) * (len(token_ids) - sum(chunks))):
+        T = 1 if num_new == 1 else max_chunk
         batch = padding_batch(engine, T, T)
         positions = np.arange(start, start + num_new, dtype=np.int32)
         groups = []
         for meta, row, window in zip(batch.groups, blocks, windows, strict=True):
-            table = np.where(np.arange(num_rows) <= positions[-1] // BLOCK_SIZE, row, 0).astype(np.int32)
+            table = np.where(np.arange(num_rows) <= positions[-1] // block_size, row, 0).astype(np.int32)
             if window is not None:
-                table[: max(0, start - window + 1) // BLOCK_SIZE] = 0
-            slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+                table[: max(0, start - window + 1) // block_size] = 0
+            slots = table[positions // block_size] * block_size + positions % block_size
             groups.append(_with_sequence(meta, slots, table, start + num_new))
         batch = dataclasses.replace(
             batch,
@@ -182,11 +189,11 @@ def paged_logits(config: ModelConfig, params: Params, token_ids: np.ndarray) -> 
 _read_out = jax.jit(read_out, static_argnums=0)
 
 
-def _pool_of_nan(config: ModelConfig, params: Params, num_blocks: int) -> KVCache:
+def _pool_of_nan(config: ModelConfig, params: Params, engine: EngineConfig) -> KVCache:
     cache = init_kv_cache(
         num_pools=config.layer_groups.num_pools,
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
+        num_blocks=engine.num_blocks,
+        block_size=engine.block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=params["embed_tokens"]["embedding"].dtype,

@@ -42,8 +42,9 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> Tensors:
     """Random values for every tensor, in the file's layout; norms and biases are not ones and zeros."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, (_, shape, transpose) in expected_tensors(config).items():
-        values = rng.normal(0.0, 0.2, shape[::-1] if transpose else shape) + ("norm" in name)
+    for name, (path, shape, transpose) in expected_tensors(config).items():
+        mean = 1.0 if path[-1] == "scale" and not config.norm_offset else 0.0
+        values = rng.normal(mean, 0.2, shape[::-1] if transpose else shape)
         tensors[name] = values.astype(np.float32)
     return tensors
 
