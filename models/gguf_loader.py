@@ -6,6 +6,7 @@ Source of the format: the `gguf` package and its key names (`<arch>.attention.he
 import mmap
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from jaxtyping import Float, Float32
 
-from pagedjax.models.config import ModelConfig, RopeConfig, as_token_ids, head_dim_or_default
+from pagedjax.models.config import ModelConfig, as_token_ids, head_dim_or_default
+from pagedjax.models.families import FAMILIES, family_of
+from pagedjax.models.gguf_rope import rope_from_gguf
+from pagedjax.models.host_arrays import aligned_empty
+from pagedjax.models.rope import RopeConfig
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = {arch: family for family in FAMILIES for arch in family.gguf_types}
 QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 ROPE_FREQS = "rope_freqs.weight"
 DEQUANTIZE_VALUES = 2**20
@@ -24,19 +29,31 @@ DEQUANTIZE_VALUES = 2**20
 # What ends a text: the end of a text, of a turn, of a message that waits for a tool.
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# The names of modules, as `Family.module_name` takes them.
+_TOP_NAMES = {
+    "token_embd": "embed_tokens",
+    "position_embd": "embed_positions",
+    "output_norm": "norm",
+    "output": "lm_head",
+}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_NAMES_OF_BOTH_NORMS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 
@@ -85,6 +102,7 @@ def config_from_gguf(reader: GGUFReader) -> ModelConfig:
     arch = metadata_value(reader, "general.architecture")
     if arch not in ARCHITECTURES:
         raise ValueError(f"general.architecture: got {arch!r}, expected one of {', '.join(ARCHITECTURES)}")
+    family = ARCHITECTURES[arch]
     _refuse_unsupported(reader, arch)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in tensors:
@@ -100,26 +118,28 @@ def config_from_gguf(reader: GGUFReader) -> ModelConfig:
         pattern = re.compile(rf"blk\.\d+\.({'|'.join(names)})\.bias")
         return any(pattern.fullmatch(name) for name in tensors)
 
-    return ModelConfig(
-        model_type=arch,
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),  # GGUF lists dimensions innermost first
-        hidden_size=hidden_size,
-        intermediate_size=_number(reader, arch, "feed_forward_length"),
-        num_layers=_number(reader, arch, "block_count"),
-        num_heads=num_heads,
-        num_kv_heads=metadata_value(reader, f"{arch}.attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        max_position_embeddings=_number(reader, arch, "context_length"),
-        norm_eps=_number(reader, arch, "attention.layer_norm_rms_epsilon"),
-        rope=_rope(reader, arch, tensors.get(ROPE_FREQS)),
-        tie_word_embeddings="output.weight" not in tensors,
-        attention_bias=arch == "qwen2" or any_bias("attn_q", "attn_k", "attn_v"),
-        attention_out_bias=any_bias("attn_output"),
-        mlp_bias=any_bias("ffn_gate", "ffn_up", "ffn_down"),
-        qk_norm=arch == "qwen3",
-        dtype=_stored_dtype(tensors["token_embd.weight"]),
-        eos_token_ids=gguf_eos_token_ids(reader),
-    )
+    has_rms = metadata_value(reader, f"{arch}.attention.layer_norm_rms_epsilon") is not None
+    fields = {
+        "model_type": family.gguf_types[arch],
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),  # GGUF lists dimensions innermost first
+        "hidden_size": hidden_size,
+        "intermediate_size": _number(reader, arch, "feed_forward_length"),
+        "num_layers": _number(reader, arch, "block_count"),
+        "num_heads": num_heads,
+        "num_kv_heads": metadata_value(reader, f"{arch}.attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _number(reader, arch, "context_length"),
+        "norm_eps": _number(reader, arch, f"attention.layer_norm{'_rms' if has_rms else ''}_epsilon"),
+        "rope": _rope(reader, arch, tensors.get(ROPE_FREQS)),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": any_bias("attn_q", "attn_k", "attn_v"),
+        "attention_out_bias": any_bias("attn_output"),
+        "mlp_bias": any_bias("ffn_gate", "ffn_up", "ffn_down"),
+        "qk_norm": False,
+        "dtype": _stored_dtype(tensors["token_embd.weight"]),
+        "eos_token_ids": gguf_eos_token_ids(reader),
+    }
+    return ModelConfig(**fields | family.read_gguf(fields, lambda key: metadata_value(reader, f"{arch}.{key}")))
 
 
 def gguf_eos_token_ids(reader: GGUFReader) -> tuple[int, ...]:
@@ -133,26 +153,33 @@ def iter_gguf_tensors(reader: GGUFReader, config: ModelConfig) -> Iterator[tuple
 
     A name that this mapping does not know is passed on as it is, for `build_params` to refuse.
     """
+    family = family_of(config.model_type)
     for tensor in reader.tensors:
         if tensor.name == ROPE_FREQS:
             continue  # used by config_from_gguf
         array = dequantize_tensor(tensor)
+        if config.norm_offset and tensor.name.endswith("norm.weight"):
+            array -= 1  # llama.cpp's converter adds it
+        if not family.transposes_kernels and tensor.name.startswith("blk.") and array.ndim == 2:
+            array = array.T  # the converter makes [out, in] of every kernel
         if config.model_type == "llama" and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", tensor.name)):
             num_heads = config.num_heads if match[1] == "q" else config.num_kv_heads
             if array.shape[0] == num_heads * config.head_dim:  # else build_params names the wrong shape
                 array = unpermute_rows(array, num_heads)
         if isinstance(reader, _FastReader):
             reader.forget_pages()
-        yield hf_name(tensor.name), array
+        yield hf_name(tensor.name, config), array
         del array  # or it would be in memory beside the next
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, config: ModelConfig) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name stays as it is."""
-    if (match := re.fullmatch(r"(\w+)\.weight", name)) and match[1] in _TOP_NAMES:
-        return f"{_TOP_NAMES[match[1]]}.weight"
-    if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)) and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    family = family_of(config.model_type)
+    layer_names = _LAYER_NAMES | (_NAMES_OF_BOTH_NORMS if config.norm_placement == "both" else {})
+    if (match := re.fullmatch(r"(\w+)\.(weight|bias)", name)) and match[1] in _TOP_NAMES:
+        return f"{family.module_name(_TOP_NAMES[match[1]])}.{match[2]}"
+    if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)) and match[2] in layer_names:
+        return f"{family.module_name(layer_names[match[2]], match[1])}.{match[3]}"
     return name
 
 
@@ -163,7 +190,7 @@ def dequantize_tensor(tensor: ReaderTensor) -> Float32[np.ndarray, "..."]:
         raise ValueError(
             f"tensor {tensor.name} is of quantisation type {kind}, expected one of {', '.join(QUANT_TYPES)}"
         )
-    values = np.empty([int(size) for size in tensor.shape[::-1]], np.float32)
+    values = aligned_empty(tuple(int(size) for size in tensor.shape[::-1]), np.dtype(np.float32))
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])
     out = values.reshape(len(rows), -1)
     # A few rows at a time: the package makes two more copies of what it is given.
@@ -185,8 +212,7 @@ def unpermute_rows(array: Float[np.ndarray, "rows ..."], num_heads: int) -> Floa
 
 def _rope(reader: GGUFReader, arch: str, freqs: ReaderTensor | None) -> RopeConfig:
     factors = None if freqs is None else tuple(dequantize_tensor(freqs).tolist())
-    # llama.cpp takes 10000 for a file that does not name a base
-    return RopeConfig(theta=float(metadata_value(reader, f"{arch}.rope.freq_base", 10000.0)), freq_factors=factors)
+    return rope_from_gguf(partial(metadata_value, reader), arch, _number(reader, arch, "context_length"), factors)
 
 
 def _refuse_unsupported(reader: GGUFReader, arch: str) -> None:
@@ -196,10 +222,7 @@ def _refuse_unsupported(reader: GGUFReader, arch: str) -> None:
             expected = " or ".join(map(repr, allowed))
             raise ValueError(f"{arch}.{key}: got {value!r}, expected it absent or {expected}: not implemented")
 
-    refuse_unless("rope.scaling.type", "none")
-    refuse_unless("rope.scale_linear", 1.0)
     refuse_unless("expert_count", 0)
-    refuse_unless("attention.sliding_window", 0)
     key_length = metadata_value(reader, f"{arch}.attention.key_length")
     value_length = metadata_value(reader, f"{arch}.attention.value_length", key_length)
     if value_length != key_length:

@@ -28,6 +28,11 @@ class Family:
     """As in `config.json`."""
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     """Reads a `config.json` in which every missing key has its default. ValueError for what is not implemented."""
+    gguf_types: Mapping[str, str] = field(default_factory=dict)
+    """Architectures of GGUF files to model types."""
+    read_gguf: Callable[[Mapping[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, read: {}
+    """What a GGUF file says of this family: the fields of a ModelConfig that are not Llama's, from those that all
+    files state and a function that reads a key under the architecture's name (None if it is not there)."""
     text_models: Mapping[str, str] = field(default_factory=dict)
     """Model types whose text model stands under `text_config`: that one's own type."""
     prefix: str = "model"
@@ -48,14 +53,18 @@ class Family:
 
     def file_name(self, path: tuple[str, ...]) -> str:
         """The name that files have for the parameter at `path`, such as ("layers_3", "mlp", "up_proj", "kernel")."""
-        *modules, leaf = path
+        first, *rest, leaf = path
         leaf = "bias" if leaf == "bias" else "weight"
-        if modules == ["lm_head"]:
-            return f"lm_head.{leaf}"
-        first, *rest = modules
-        inner = ".".join(rest) if rest else first
-        layer = f"{self.layers}.{first.removeprefix('layers_')}." if rest else ""
-        return f"{self.prefix}.{layer}{self.names.get(inner, inner)}.{leaf}"
+        if not rest:
+            return f"{self.module_name(first)}.{leaf}"
+        return f"{self.module_name('.'.join(rest), first.removeprefix('layers_'))}.{leaf}"
+
+    def module_name(self, module: str, layer: str | None = None) -> str:
+        """The name that files have for what this engine calls `module`, in a layer or beside the layers."""
+        if module == "lm_head":
+            return module
+        inside = "" if layer is None else f"{self.layers}.{layer}."
+        return f"{self.prefix}.{inside}{self.names.get(module, module)}"
 
     def split(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
         """A stream of a file's tensors as one of parameters in the file's layout, under the names of `file_name`."""

@@ -6,13 +6,13 @@ layers with a window.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagedjax.models.checks import as_float, is_count, require
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.families.family import Family, activation, sizes, windows_of
-from pagedjax.models.rope import rope_from_hf
+from pagedjax.models.rope import RopeConfig, rope_from_hf
 
 THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 """Gemma 3's, where a file names none."""
@@ -90,9 +90,49 @@ def _soft_cap(values: Mapping[str, Any], key: str) -> float | None:
     return None if values[key] is None else as_float(key, values[key])
 
 
+LARGEST = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the 27B models, which scale scores by another number than head_dim: no key of a GGUF file says so."""
+
+
+def read_gguf(fields: Mapping[str, Any], read: Callable[[str], Any]) -> dict[str, Any]:
+    model_type, num_layers = fields["model_type"], fields["num_layers"]
+    shared = {
+        "norm_offset": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": math.sqrt(fields["hidden_size"]),
+    }
+    if model_type == "gemma":
+        return shared
+    is_gemma3 = model_type == "gemma3_text"
+    every, pattern = 6 if is_gemma3 else 2, read("attention.sliding_window_pattern")
+    require(pattern in (None, every), "attention.sliding_window_pattern", pattern, f"none, or {every}")
+    window = read("attention.sliding_window")
+    require(is_count(window), "attention.sliding_window", window, "an int >= 1")
+    caps = {}
+    for ours, key in (("attention_soft_cap", "attn_logit_softcapping"), ("final_soft_cap", "final_logit_softcapping")):
+        cap = read(key)
+        require(cap is not None or is_gemma3, key, cap, "a number")
+        caps[ours] = None if cap is None else as_float(key, cap)
+    local_theta = read("rope.freq_base_swa")
+    local = RopeConfig(theta=LOCAL_THETA if local_theta is None else as_float("rope.freq_base_swa", local_theta))
+    is_largest = num_layers == LARGEST[model_type]
+    scalar = fields["hidden_size"] / fields["num_heads"] if is_largest else float(fields["head_dim"])
+    return {
+        **shared,
+        **caps,
+        "norm_placement": "both",
+        "qk_norm": is_gemma3,
+        "layer_windows": tuple(window if (i + 1) % every else None for i in range(num_layers)),
+        "attention_scale": scalar**-0.5,
+        "local_rope": local if is_gemma3 else None,
+    }
+
+
 FAMILY = Family(
     model_types=("gemma", "gemma2", "gemma3_text", "gemma3"),
     read_config=read_config,
+    gguf_types={"gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text"},
+    read_gguf=read_gguf,
     text_models={"gemma3": "gemma3_text"},
     renames=(
         ("model.language_model.", "model."),

@@ -3,7 +3,7 @@
 Its files store kernels as [in, out], and the causal mask of each layer as a buffer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagedjax.models.checks import as_float, require
@@ -38,6 +38,18 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def read_gguf(fields: Mapping[str, Any], read: Callable[[str], Any]) -> dict[str, Any]:
+    return {
+        "norm": "layer",
+        "activation": "gelu_tanh",
+        "gated_mlp": False,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "position_embedding": "learned",
+    }
+
+
 _PARTS = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
 _NAMES = {
     "embed_tokens": "wte",
@@ -46,6 +58,7 @@ _NAMES = {
     "input_layernorm": "ln_1",
     "post_attention_layernorm": "ln_2",
     **{f"self_attn.{ours}": f"attn.c_attn[{part}]" for ours, part in _PARTS.items()},
+    "self_attn.qkv_proj": "attn.c_attn",
     "self_attn.o_proj": "attn.c_proj",
     "mlp.up_proj": "mlp.c_fc",
     "mlp.down_proj": "mlp.c_proj",
@@ -53,6 +66,8 @@ _NAMES = {
 FAMILY = Family(
     model_types=("gpt2",),
     read_config=read_config,
+    gguf_types={"gpt2": "gpt2"},
+    read_gguf=read_gguf,
     prefix="transformer",
     layers="h",
     names=_NAMES,

@@ -1,6 +1,6 @@
 """The Llama family (arXiv 2302.13971): LLaMA, Mistral with its window (arXiv 2310.06825), Qwen2, Qwen3, SmolLM2."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagedjax.models.checks import as_float, require
@@ -43,4 +43,16 @@ def _layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
     return ()
 
 
-FAMILY = Family(model_types=("llama", "mistral", "qwen2", "qwen3"), read_config=read_config)
+def read_gguf(fields: Mapping[str, Any], read: Callable[[str], Any]) -> dict[str, Any]:
+    window = read("attention.sliding_window")
+    require(window in (None, 0), "attention.sliding_window", window, "none: not implemented for this architecture")
+    bias = {"attention_bias": True} if fields["model_type"] == "qwen2" else {}
+    return {**bias, "qk_norm": fields["model_type"] == "qwen3"}
+
+
+FAMILY = Family(
+    model_types=("llama", "mistral", "qwen2", "qwen3"),
+    read_config=read_config,
+    gguf_types={"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
+    read_gguf=read_gguf,
+)
