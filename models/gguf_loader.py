@@ -18,7 +18,6 @@ from jaxtyping import Float, Float32
 from pagedjax.models.config import ModelConfig, as_token_ids, head_dim_or_default
 from pagedjax.models.families import FAMILIES, family_of
 from pagedjax.models.gguf_rope import rope_from_gguf
-from pagedjax.models.host_arrays import aligned_empty
 from pagedjax.models.rope import RopeConfig
 
 ARCHITECTURES = {arch: family for family in FAMILIES for arch in family.gguf_types}
@@ -190,7 +189,7 @@ def dequantize_tensor(tensor: ReaderTensor) -> Float32[np.ndarray, "..."]:
         raise ValueError(
             f"tensor {tensor.name} is of quantisation type {kind}, expected one of {', '.join(QUANT_TYPES)}"
         )
-    values = aligned_empty(tuple(int(size) for size in tensor.shape[::-1]), np.dtype(np.float32))
+    values = np.empty([int(size) for size in tensor.shape[::-1]], np.float32)
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])
     out = values.reshape(len(rows), -1)
     # A few rows at a time: the package makes two more copies of what it is given.
