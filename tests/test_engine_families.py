@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.oracle,
     pytest.mark.filterwarnings("ignore:.*vocabulary.*"),  # transformers says so of special ids beyond a tiny one
 ]
-TOLERANCE = 1e-4
-"""Of log-probabilities down to -30, in f32: chunks and other batches move the last bits. Seen: 2e-5."""
+TOLERANCE = 5e-5
+"""Of log-probabilities down to -30, in f32: chunks and other batches move the last bits. Seen: 7e-6."""
 PROMPT_LENGTHS = (60, 1, 8, 23)
 NUM_OUTPUTS = 10
 
