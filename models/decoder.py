@@ -10,13 +10,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pagedjax.kv_cache import KVCache
 from pagedjax.model_input import ModelInput
 from pagedjax.models.config import LayerKind, ModelConfig
-from pagedjax.models.layers import DecoderLayer, LayerKV, Linear, Rope, make_norm, rope_tables, soft_cap
+from pagedjax.models.layers import DecoderLayer, Embedding, LayerKV, Linear, Rope, make_norm, rope_tables, soft_cap
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
 
 Params = dict[str, Any]
@@ -115,7 +114,7 @@ class CausalLM(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        self.embed_tokens = nn.Embed(config.vocab_size, config.embedding_width)
+        self.embed_tokens = Embedding(config.vocab_size, config.embedding_width)
         if config.position_embedding == "learned":
             num_positions = config.max_position_embeddings + config.position_offset
             self.embed_positions = nn.Embed(num_positions, config.hidden_size)
@@ -150,7 +149,7 @@ class CausalLM(nn.Module):
     ) -> Float[Array, "*B T D"]:
         """What goes into the first layer. A learned position that the table lacks gives NaN."""
         config = self.config
-        x = self.embed_tokens.embedding.at[token_ids].get(mode="clip")
+        x = self.embed_tokens(token_ids)
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         if config.embedding_size is not None:
@@ -168,10 +167,7 @@ class CausalLM(nn.Module):
         if config.embedding_size is not None:
             hidden = self.project_out(hidden)
         if config.tie_word_embeddings:
-            contracted = (((hidden.ndim - 1,), (1,)), ((), ()))
-            logits = lax.dot_general(
-                hidden, self.embed_tokens.embedding, contracted, preferred_element_type=jnp.float32
-            )
+            logits = self.embed_tokens.read_out(hidden)
         else:
             logits = self.lm_head(hidden)
         return soft_cap(logits, config.final_soft_cap)

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pagedjax.models.config import LayerKind, ModelConfig
+from pagedjax.models.quantization import int8_dot, is_quantized, look_up
 from pagedjax.models.rope import RopeConfig
 from pagedjax.pallas_kernels.attention import paged_attention
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
@@ -27,8 +28,14 @@ ACTIVATIONS = {
 }
 
 
+EMBEDDING_INIT = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+
+
 class Linear(nn.Module):
-    """x W + b. Every dense product with parameters of the model is one of these, but for a tied head."""
+    """x W + b. Every dense product with parameters of the model is one of these, but for a tied head.
+
+    A kernel in int8, with its scales beside it, takes the place of a float one: see `quantization`.
+    """
 
     num_features: int
     use_bias: bool = False
@@ -38,12 +45,39 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.num_features))
-        contracted = (((x.ndim - 1,), (0,)), ((), ()))
-        y = lax.dot_general(x, kernel, contracted, preferred_element_type=self.out_dtype)
+        if is_quantized(kernel):
+            y = int8_dot(x, kernel, self.get_variable("params", "scale"), out_dtype=self.out_dtype)
+        else:
+            contracted = (((x.ndim - 1,), (0,)), ((), ()))
+            y = lax.dot_general(x, kernel, contracted, preferred_element_type=self.out_dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.num_features,))
             y = y + jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - 1))
         return y
+
+
+class Embedding(nn.Module):
+    """A table with a row for each token, which may be the head as well. It may be in int8 with a scale for each row."""
+
+    num_rows: int
+    width: int
+
+    def setup(self) -> None:
+        self.embedding = self.param("embedding", EMBEDDING_INIT, (self.num_rows, self.width))
+
+    def __call__(self, token_ids: Int32[Array | np.ndarray, "*B"]) -> Float[Array, "*B D"]:
+        """The rows of these tokens."""
+        if is_quantized(self.embedding):
+            return look_up(self.embedding, self.get_variable("params", "scale"), token_ids)
+        return self.embedding.at[token_ids].get(mode="clip")
+
+    def read_out(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+        """The product with every row: the logits of a tied model."""
+        if is_quantized(self.embedding):
+            scale = self.get_variable("params", "scale")
+            return int8_dot(hidden, self.embedding, scale, axis=1, out_dtype=jnp.float32)
+        contracted = (((hidden.ndim - 1,), (1,)), ((), ()))
+        return lax.dot_general(hidden, self.embedding, contracted, preferred_element_type=jnp.float32)
 
 
 class RMSNorm(nn.Module):
