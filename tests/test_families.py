@@ -424,6 +424,26 @@ def test_what_is_not_implemented_is_refused(name, changes, message):
         config_from_hf({**CASES[name], **changes})
 
 
+@each_case
+def test_no_value_of_a_config_ends_in_another_error(name):
+    """Whatever stands in a file: read, or refused with a ValueError."""
+    config = dataclasses.asdict(config_from_hf(CASES[name]))
+    more = ("eos_token_id", "dtype", "layer_types", "rope_parameters", "hidden_act", "activation_function", "n_inner")
+    num_refused = 0
+    for key in {*CASES[name], *more, *_HF_FLAGS}:
+        for value in (None, "x", "1", [], {}, [None], -1, 0, True, 2.5, float("nan")):
+            try:
+                config_from_hf({**CASES[name], key: value})
+            except ValueError:
+                num_refused += 1
+    assert num_refused > 5 * len(CASES[name])
+    assert dataclasses.asdict(config_from_hf(CASES[name])) == config
+
+
+_HF_FLAGS = (
+    *("attention_bias", "use_sliding_window", "rope_local_base_freq", "use_bidirectional_attention"),
+    *("add_cross_attention", "scale_attn_weights", "enable_bias", "_remove_final_layer_norm"),
+)
 BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "norm": ({"norm": "batch"}, "norm: got 'batch', expected one of rms, layer"),
     "placement": ({"norm_placement": "after"}, "norm_placement: got 'after'"),

@@ -26,7 +26,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     what it means there. Only `eos_token_id` has no default: a file that names none states none. Raises ValueError for
     a model type, activation, rope type or quantisation that is not implemented.
     """
-    model_type: str = raw.get("model_type") or ""
+    model_type: Any = raw.get("model_type") or ""
+    require(isinstance(model_type, str), "model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
     family = family_of(model_type)
     if model_type in family.text_models:  # the text model inside one of text and images
         inner = raw.get("text_config")

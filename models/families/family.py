@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.models.checks import require
+from pagedjax.models.checks import is_count, require
 from pagedjax.models.config import ModelConfig, as_token_ids, head_dim_or_default
 
 ACTIVATIONS = {
@@ -86,17 +86,19 @@ class Family:
 
 def sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those fields of a ModelConfig that most families' files hold under the same names."""
-    num_heads, num_kv_heads = values["num_attention_heads"], values.get("num_key_value_heads")
+    num_heads, hidden_size = count(values, "num_attention_heads"), count(values, "hidden_size")
+    has_head_dim, has_kv_heads = (values.get(key) is not None for key in ("head_dim", "num_key_value_heads"))
+    head_dim = count(values, "head_dim") if has_head_dim else None
     return {
         "model_type": values["model_type"],
-        "vocab_size": values["vocab_size"],
-        "hidden_size": values["hidden_size"],
-        "num_layers": values["num_hidden_layers"],
+        "vocab_size": count(values, "vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": count(values, "num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": num_heads if num_kv_heads is None else num_kv_heads,
-        "head_dim": head_dim_or_default(values.get("head_dim"), values["hidden_size"], num_heads),
-        "max_position_embeddings": values["max_position_embeddings"],
-        "tie_word_embeddings": values["tie_word_embeddings"],
+        "num_kv_heads": count(values, "num_key_value_heads") if has_kv_heads else num_heads,
+        "head_dim": head_dim_or_default(head_dim, hidden_size, num_heads),
+        "max_position_embeddings": count(values, "max_position_embeddings"),
+        "tie_word_embeddings": flag(values, "tie_word_embeddings"),
         "dtype": str(values["dtype"]).removeprefix("torch."),
         "eos_token_ids": as_token_ids(values["eos_token_id"], "eos_token_id"),
     }
@@ -104,12 +106,27 @@ def sizes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def activation(values: Mapping[str, Any], key: str) -> str:
     """This engine's name of an activation; ValueError for one that it does not have."""
-    require(values[key] in ACTIVATIONS, key, values[key], f"one of {', '.join(ACTIVATIONS)}")
+    known = isinstance(values[key], str) and values[key] in ACTIVATIONS
+    require(known, key, values[key], f"one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[values[key]]
 
 
-def windows_of(layer_types: Any, window: int | None) -> tuple[int | None, ...]:
-    """`layer_windows` from `layer_types`, a list with a name for each layer; empty if none has a window."""
+def count(values: Mapping[str, Any], key: str) -> int:
+    """A value that is an int of at least 1; ValueError otherwise."""
+    require(is_count(values[key]), key, values[key], "an int >= 1")
+    return values[key]
+
+
+def flag(values: Mapping[str, Any], key: str) -> bool:
+    """A value that is true or false, or null for false; ValueError otherwise."""
+    require(values[key] is None or isinstance(values[key], bool), key, values[key], "true or false")
+    return bool(values[key])
+
+
+def windows_of(layer_types: Any, window: Any) -> tuple[int | None, ...]:
+    """`layer_windows` from `layer_types`, a list with a name for each layer, and `sliding_window`; empty if no layer
+    has one."""
+    require(window is None or is_count(window), "sliding_window", window, "an int >= 1, or null")
     known = isinstance(layer_types, list | tuple) and all(name in LAYER_TYPES for name in layer_types)
     require(known, "layer_types", layer_types, f"a list of {' and '.join(LAYER_TYPES)}")
     windows = tuple(window if name == "sliding_attention" else None for name in layer_types)

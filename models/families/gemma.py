@@ -11,7 +11,7 @@ from typing import Any
 
 from pagedjax.models.checks import as_float, is_count, require
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.families.family import Family, activation, sizes, windows_of
+from pagedjax.models.families.family import Family, activation, count, flag, sizes, windows_of
 from pagedjax.models.rope import RopeConfig, rope_from_hf
 
 THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
@@ -22,14 +22,14 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     bidirectional = values.get("use_bidirectional_attention")
     require(not bidirectional, "use_bidirectional_attention", bidirectional, "false: attention is causal")
     own = {"gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3}[values["model_type"]]
-    attention_bias = bool(values["attention_bias"])
+    attention_bias = flag(values, "attention_bias")
     return ModelConfig(
         **sizes(values),
         **own(values),
-        intermediate_size=values["intermediate_size"],
+        intermediate_size=count(values, "intermediate_size"),
         norm_eps=as_float("rms_norm_eps", values["rms_norm_eps"]),
         norm_offset=True,
-        embedding_scale=math.sqrt(values["hidden_size"]),
+        embedding_scale=math.sqrt(count(values, "hidden_size")),
         attention_bias=attention_bias,
         attention_out_bias=attention_bias,
         mlp_bias=False,
@@ -54,8 +54,7 @@ def _gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
 def _gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
     cap = values["attn_logit_softcapping"]
     require(cap is None, "attn_logit_softcapping", cap, "null: Gemma 3 has none, and transformers ignores it")
-    pattern: Any = values.get("sliding_window_pattern", 6)
-    require(is_count(pattern), "sliding_window_pattern", pattern, "an int >= 1")
+    pattern = count({"sliding_window_pattern": 6, **values}, "sliding_window_pattern")
     ropes = values.get("rope_parameters") or {}
     nested = isinstance(ropes, Mapping) and all(rope is None or isinstance(rope, Mapping) for rope in ropes.values())
     require(nested, "rope_parameters", ropes, "an object for full_attention and one for sliding_attention")
@@ -73,8 +72,8 @@ def _gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _two_kinds_of_layers(values: Mapping[str, Any], every: int) -> dict[str, Any]:
     """What Gemma 2 and 3 share; each `every`th layer has no window, unless the file lists the layers."""
-    layer_types, num_layers = values["layer_types"], values["num_hidden_layers"]
-    if layer_types is None and is_count(num_layers):
+    layer_types, num_layers = values["layer_types"], count(values, "num_hidden_layers")
+    if layer_types is None:
         layer_types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
     scalar = as_float("query_pre_attn_scalar", values["query_pre_attn_scalar"])
     return {

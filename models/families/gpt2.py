@@ -8,22 +8,22 @@ from typing import Any
 
 from pagedjax.models.checks import as_float, require
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.families.family import Family, activation, sizes
+from pagedjax.models.families.family import Family, activation, count, flag, sizes
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:
     crossed = values["add_cross_attention"]
     require(not crossed, "add_cross_attention", crossed, "false: there is no encoder to attend to")
-    hidden, inner = values["n_embd"], values["n_inner"]
+    hidden = count(values, "n_embd")
     names = {
         "hidden_size": hidden,
-        "num_hidden_layers": values["n_layer"],
-        "num_attention_heads": values["n_head"],
-        "max_position_embeddings": values["n_positions"],
+        "num_hidden_layers": count(values, "n_layer"),
+        "num_attention_heads": count(values, "n_head"),
+        "max_position_embeddings": count(values, "n_positions"),
     }
     return ModelConfig(
         **sizes({**values, **names}),
-        intermediate_size=4 * hidden if inner is None else inner,
+        intermediate_size=4 * hidden if values["n_inner"] is None else count(values, "n_inner"),
         norm="layer",
         norm_eps=as_float("layer_norm_epsilon", values["layer_norm_epsilon"]),
         activation=activation(values, "activation_function"),
@@ -33,8 +33,8 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=True,
         qk_norm=False,
         position_embedding="learned",
-        attention_scale=None if values["scale_attn_weights"] else 1.0,
-        attention_scale_by_layer=bool(values["scale_attn_by_inverse_layer_idx"]),
+        attention_scale=None if flag(values, "scale_attn_weights") else 1.0,
+        attention_scale_by_layer=flag(values, "scale_attn_by_inverse_layer_idx"),
     )
 
 

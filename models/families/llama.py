@@ -5,22 +5,23 @@ from typing import Any
 
 from pagedjax.models.checks import as_float, require
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.families.family import Family, activation, sizes, windows_of
+from pagedjax.models.families.family import Family, activation, count, flag, sizes, windows_of
 from pagedjax.models.rope import rope_from_hf
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:
     model_type = values["model_type"]
-    attention_bias = model_type == "qwen2" or bool(values.get("attention_bias", False))
+    values = {"attention_bias": False, "mlp_bias": False, **values}
+    attention_bias = model_type == "qwen2" or flag(values, "attention_bias")
     return ModelConfig(
         **sizes(values),
-        intermediate_size=values["intermediate_size"],
+        intermediate_size=count(values, "intermediate_size"),
         norm_eps=as_float("rms_norm_eps", values["rms_norm_eps"]),
         rope=rope_from_hf(values),
         activation=activation(values, "hidden_act"),
         attention_bias=attention_bias,
         attention_out_bias=attention_bias and model_type != "qwen2",
-        mlp_bias=bool(values.get("mlp_bias", False)),
+        mlp_bias=flag(values, "mlp_bias"),
         qk_norm=model_type == "qwen3",
         layer_windows=_layer_windows(values),
     )
@@ -28,14 +29,13 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 
 def _layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
     model_type, window, layer_types = values["model_type"], values.get("sliding_window"), values.get("layer_types")
-    num_layers = values["num_hidden_layers"]
-    require(isinstance(num_layers, int), "num_hidden_layers", num_layers, "an int")
+    num_layers = count(values, "num_hidden_layers")
     if model_type.startswith("qwen"):
         first: Any = values["max_window_layers"]
         require(isinstance(first, int), "max_window_layers", first, "an int")
         if layer_types is None:
             layer_types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-        return windows_of(layer_types, window if values["use_sliding_window"] else None)
+        return windows_of(layer_types, window if flag(values, "use_sliding_window") else None)
     require(layer_types is None, "layer_types", layer_types, f"none: a {model_type} has one type of layer")
     if model_type == "mistral":
         return windows_of(["sliding_attention"] * num_layers, window)

@@ -8,22 +8,22 @@ from typing import Any
 
 from pagedjax.models.checks import require
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.families.family import Family, activation, sizes
+from pagedjax.models.families.family import Family, activation, count, flag, sizes
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:
-    affine, bias, before = (
-        values[key] for key in ("layer_norm_elementwise_affine", "enable_bias", "do_layer_norm_before")
-    )
+    affine = values["layer_norm_elementwise_affine"]
     require(affine is True, "layer_norm_elementwise_affine", affine, "true: norms without weights are not implemented")
-    width = values["word_embed_proj_dim"]
+    bias, before = flag(values, "enable_bias"), flag(values, "do_layer_norm_before")
+    has_width = values["word_embed_proj_dim"] is not None
+    width = count(values, "word_embed_proj_dim" if has_width else "hidden_size")
     return ModelConfig(
         **sizes(values),
-        intermediate_size=values["ffn_dim"],
+        intermediate_size=count(values, "ffn_dim"),
         norm="layer",
         norm_eps=1e-5,  # torch's default: no file states it
         norm_placement="pre" if before else "post",
-        final_norm=bool(before) and not values["_remove_final_layer_norm"],
+        final_norm=before and not flag(values, "_remove_final_layer_norm"),
         activation=activation(values, "activation_function"),
         gated_mlp=False,
         attention_bias=bias,
