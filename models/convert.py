@@ -5,10 +5,12 @@ from pathlib import Path
 import jax
 
 from pagedjax.models.decoder import CausalLM
+from pagedjax.models.folders import check_free
+from pagedjax.models.hf_export import export_hf
 from pagedjax.models.load import load_checkpoint
-from pagedjax.models.orbax_checkpoint import check_free, save
+from pagedjax.models.orbax_checkpoint import save
 
-FORMATS = ("orbax",)
+FORMATS = ("orbax", "safetensors")
 
 
 def convert(
@@ -20,14 +22,17 @@ def convert(
     overwrite: bool = False,
     progress: bool = False,
 ) -> None:
-    """Reads `source`, what `pagedjax.load` takes, and writes it to the folder `path`.
+    """Reads `source`, what `pagedjax.load` takes, and writes it to the folder `path` in one of FORMATS.
 
     `dtype` is that of the written weights; None keeps the checkpoint's own (float32 for a quantised GGUF file). The
     weights stay in the host's memory, so a model may be larger than the device. Raises ValueError as `load` and `save`.
     """
     if format not in FORMATS:
         raise ValueError(f"format: got {format!r}, expected one of {', '.join(FORMATS)}")
-    check_free(path, overwrite)  # before minutes are spent on loading
+    check_free(path, overwrite and format == "orbax")  # before minutes are spent on loading
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         config, params, tokenizer = load_checkpoint(source, dtype, progress)
-        save(path, CausalLM(config), params, tokenizer, overwrite=overwrite)
+        if format == "orbax":
+            save(path, CausalLM(config), params, tokenizer, overwrite=overwrite)
+        else:
+            export_hf(path, config, params, tokenizer)

@@ -18,6 +18,7 @@ from jaxtyping import Float, Float32
 from pagedjax.models.config import ModelConfig, as_token_ids, head_dim_or_default
 from pagedjax.models.families import FAMILIES, family_of
 from pagedjax.models.gguf_rope import rope_from_gguf
+from pagedjax.models.host_arrays import aligned_empty
 from pagedjax.models.rope import RopeConfig
 
 ARCHITECTURES = {arch: family for family in FAMILIES for arch in family.gguf_types}
@@ -148,12 +149,13 @@ def gguf_eos_token_ids(reader: GGUFReader) -> tuple[int, ...]:
 
 
 def iter_gguf_tensors(reader: GGUFReader, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """The file's tensors one at a time as (Hugging Face name, f32 array in Hugging Face's layout).
+    """The file's tensors one at a time as (Hugging Face name, f32 array in Hugging Face's layout), the largest
+    first, as `safetensors_loader.iter_tensors` has them.
 
     A name that this mapping does not know is passed on as it is, for `build_params` to refuse.
     """
     family = family_of(config.model_type)
-    for tensor in reader.tensors:
+    for tensor in sorted(reader.tensors, key=lambda tensor: -int(tensor.n_elements)):
         if tensor.name == ROPE_FREQS:
             continue  # used by config_from_gguf
         array = dequantize_tensor(tensor)
@@ -189,7 +191,7 @@ def dequantize_tensor(tensor: ReaderTensor) -> Float32[np.ndarray, "..."]:
         raise ValueError(
             f"tensor {tensor.name} is of quantisation type {kind}, expected one of {', '.join(QUANT_TYPES)}"
         )
-    values = np.empty([int(size) for size in tensor.shape[::-1]], np.float32)
+    values = aligned_empty(tuple(int(size) for size in tensor.shape[::-1]), np.dtype(np.float32))
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])
     out = values.reshape(len(rows), -1)
     # A few rows at a time: the package makes two more copies of what it is given.

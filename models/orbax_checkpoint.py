@@ -7,8 +7,6 @@
 Arrays are restored straight into any sharding, whatever they were saved from.
 """
 
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,11 +20,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.config_file import CONFIG_NAME, write_config
+from pagedjax.models.config_file import write_config
 from pagedjax.models.decoder import CausalLM
+from pagedjax.models.folders import check_free, written_whole
 from pagedjax.models.placement import Path as ParamPath
 from pagedjax.models.placement import Placement, progress_bar, sharding_for
-from pagedjax.models.weights import Params, expected_tensors
+from pagedjax.models.weights import Params, parameter_shapes
 
 PARAMS_FOLDER, TOKENIZER_FOLDER = "params", "tokenizer"
 CHUNK_BYTES = 2**26
@@ -50,33 +49,15 @@ def save(
         if not isinstance(array, Array):
             raise ValueError(f"params: got a {type(array).__name__} at {'/'.join(where)}, expected an array")
     _check(model.config, arrays, "params")
-    own = [arrays[path].dtype for path, _, _ in expected_tensors(model.config).values()]
+    own = [arrays[path].dtype for path in parameter_shapes(model.config)]
     config = replace(model.config, dtype=str(next(dtype for dtype in own if jnp.issubdtype(dtype, jnp.floating))))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its place and renamed at the end.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as scratch:
-        new = Path(scratch) / "new"
-        new.mkdir()
+    with written_whole(path) as folder:
         with _checkpointer() as checkpointer:
             pieces = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), params)
-            checkpointer.save(new / PARAMS_FOLDER, args=ocp.args.PyTreeSave(params, save_args=pieces))
+            checkpointer.save(folder / PARAMS_FOLDER, args=ocp.args.PyTreeSave(params, save_args=pieces))
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(new / TOKENIZER_FOLDER))
-        write_config(new, config)
-        if path.exists():
-            path.rename(Path(scratch) / "old")
-        os.rename(new, path)
-
-
-def check_free(path: str | Path, overwrite: bool) -> Path:
-    """The full path of a folder that `save` may write; ValueError if it is taken."""
-    path = Path(path).expanduser().resolve()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        ours = (path / CONFIG_NAME).is_file()
-        if not (overwrite and ours):
-            hint = "overwrite=True replaces it" if ours else "it was not written by pagedjax.save"
-            raise ValueError(f"path: got {path}, expected a new or an empty folder: {hint}")
-    return path
+            tokenizer.save_pretrained(str(folder / TOKENIZER_FOLDER))
+        write_config(folder, config)
 
 
 def restore_params(
@@ -99,7 +80,7 @@ def restore_params(
         tree = metadata.tree
     stored = dict(_flatten(tree))
     _check(config, stored, str(source))
-    own = {path for path, _, _ in expected_tensors(config).values()}
+    own = parameter_shapes(config)
     default = jnp.zeros(()).sharding
 
     def target(path: ParamPath) -> jax.ShapeDtypeStruct:
@@ -124,7 +105,7 @@ def restore_params(
 
 def _check(config: ModelConfig, arrays: Mapping[ParamPath, Any], where: str) -> None:
     """Every parameter of the model is there once in its shape, and nothing else but the scales of integer arrays."""
-    expected = {path: shape for path, shape, _ in expected_tensors(config).values()}
+    expected = parameter_shapes(config)
     for path, array in arrays.items():
         if jnp.issubdtype(array.dtype, jnp.integer):
             scale = (*path[:-1], "scale")

@@ -1,10 +1,12 @@
 """Puts the arrays of a checkpoint where they are to live, one at a time; each is used once or named in an error.
 
-The host holds one or two arrays beside the finished parameters, whatever the size of the model.
+The host holds one array beside the finished parameters, whatever the size of the model.
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,6 +17,7 @@ from jax.sharding import Sharding
 from tqdm import tqdm
 
 from pagedjax.models.config import ModelConfig, check_float_dtype
+from pagedjax.models.quantization import Quantization, is_to_quantize, quantize_leaf
 from pagedjax.models.weights import Params, expected_tensors, is_ignorable
 
 Path = tuple[str, ...]
@@ -30,11 +33,12 @@ def build_params(
     dtype: str,
     progress: bool = False,
     sharding: Placement | None = None,
+    quantization: Quantization | None = None,
 ) -> Params:
     """The nested dict that the model is applied with, from a stream of (Hugging Face name, array in the file's layout).
 
     Each array is converted and sent to its place (see `sharding_for`; the default device without `sharding`) before the
-    next is read. Raises one ValueError that lists every tensor that is missing, unknown, given twice or of the wrong
+    next is read; what is to be quantised is so before the next too. Raises one ValueError that lists every tensor that is missing, unknown, given twice or of the wrong
     shape.
     """
     check_float_dtype(dtype)
@@ -52,9 +56,16 @@ def build_params(
             if array.shape != file_shape:
                 problems.append(f"wrong shape: {name} is {list(array.shape)}, expected {list(file_shape)}")
             elif not problems:  # once something is wrong, only the list of problems is of use
-                value = _to_device(array, dtype, transpose, sharding_for(sharding, path, shape))
-                insert(params, path, value)
+                where = sharding_for(sharding, path, shape)
+                value = _to_device(array, jnp.dtype(dtype), transpose, where)
                 advance(value.nbytes)
+                leaves = {path[-1]: value}
+                if is_to_quantize(path, quantization):
+                    leaves = quantize_leaf(path, value)
+                    if where is not None:
+                        leaves[path[-1]] = jax.device_put(leaves[path[-1]], where)
+                for name, leaf in leaves.items():
+                    insert(params, (*path[:-1], name), jax.block_until_ready(leaf))  # or several would be under way
         elif not is_ignorable(name, config):
             problems.append(f"not used: {name} {list(array.shape)}")
         seen.add(name)
@@ -64,6 +75,7 @@ def build_params(
         for name, array in tensors:
             take(name, array)
             del array  # or it would be in memory beside the next
+            gc.collect(0)  # jax lets go of host arrays when garbage is collected
     problems += [f"missing: {name} {list(spec.shape)}" for name, spec in expected.items() if name not in seen]
     if problems:
         raise ValueError(f"checkpoint does not fit its {config.model_type} config: " + "; ".join(problems))
@@ -107,12 +119,19 @@ def progress_bar(num_bytes: int, shown: bool) -> Iterator[Callable[[int], Any]]:
         yield bar.update
 
 
-def _to_device(array: np.ndarray, dtype: str, transpose: bool, sharding: Sharding | None) -> jax.Array:
-    # Converted on the host, so that the device never holds a wider copy. The result never shares the file's memory.
+def _to_device(array: np.ndarray, dtype: np.dtype, transpose: bool, sharding: Sharding | None) -> jax.Array:
+    """The array as a parameter, in memory that is not the stream's."""
     if sharding is not None:  # each device gets its part alone, so it is laid out on the host; device_put may not copy
-        host = np.array(array.T if transpose else array, dtype=jnp.dtype(dtype), order="C")
-        return jax.block_until_ready(jax.device_put(host, sharding))
-    # Transposed on the device, because numpy takes four times as long for bf16; jnp.asarray copies.
-    value = jnp.asarray(np.asarray(array, dtype=jnp.dtype(dtype)))
-    # Waits, or the arrays of several tensors would be in memory at once.
-    return jax.block_until_ready(value.T if transpose else value)
+        return jax.device_put(np.array(array.T if transpose else array, dtype=dtype, order="C"), sharding)
+    # Converted on the host, so that the device never holds a wider copy; but a CPU's memory is the host's.
+    if jnp.zeros(()).sharding.device_set.pop().platform != "cpu":
+        array = np.asarray(array, dtype=dtype)
+    if not transpose and array.dtype == dtype:
+        return jnp.asarray(array)  # copies
+    # A CPU takes aligned memory without a copy. XLA transposes, because numpy takes four times as long for bf16.
+    return _lay_out(jax.device_put(array), dtype, transpose)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _lay_out(array: jax.Array, dtype: np.dtype, transpose: bool) -> jax.Array:
+    return (array.T if transpose else array).astype(dtype)

@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from pagedjax.models.host_arrays import aligned_empty
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 FLOAT_CODES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -64,7 +66,8 @@ def shard_names(folder: Path) -> dict[str, frozenset[str]]:
 
 
 def iter_tensors(folder: Path, skip: Callable[[str], bool] = lambda name: False) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a model folder, (name, array in the file's own float type), one at a time in the files' order.
+    """The tensors of a model folder, (name, array in the file's own float type), one at a time, a file's largest first:
+    what is needed beside the finished parameters is then needed while there are few of them.
 
     Those that `skip` is true of are left out, of whatever type they are. The others are read, not mapped: pages of a
     mapped file stay in memory until the whole file is closed.
@@ -78,8 +81,10 @@ def iter_tensors(folder: Path, skip: Callable[[str], bool] = lambda name: False)
                     codes = ", ".join(FLOAT_CODES)
                     raise ValueError(f"tensor {name} is of type {tensor.code}, expected one of {codes}")
                 stream.seek(tensor.start)
-                values = np.fromfile(stream, _DTYPES[tensor.code], prod(tensor.shape))
-                yield name, values.reshape(tensor.shape)
+                values = aligned_empty(tensor.shape, _DTYPES[tensor.code])
+                if stream.readinto(values.reshape(-1).view(np.uint8).data) != values.nbytes:
+                    raise ValueError(f"{file} ends within tensor {name}")
+                yield name, values
                 del values  # or it would be in memory beside the next
 
 
@@ -95,7 +100,7 @@ def stored_dtype(folder: Path) -> str:
 
 
 def _read_header(stream: BinaryIO) -> dict[str, StoredTensor]:
-    """Where the tensors of an open file lie, in their order there.
+    """Where the tensors of an open file lie, the largest first.
 
     The format: eight bytes with the header's length, the header as JSON, the data. `_names_in` has had the package
     check it.
@@ -107,7 +112,7 @@ def _read_header(stream: BinaryIO) -> dict[str, StoredTensor]:
         name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
-    return dict(sorted(found.items(), key=lambda item: item[1].start))
+    return dict(sorted(found.items(), key=lambda item: -prod(item[1].shape)))
 
 
 def _names_in(path: Path) -> frozenset[str]:

@@ -1,5 +1,5 @@
 """The command line: `pagedjax generate` answers prompts together, `pagedjax chat` talks in the terminal, `pagedjax
-plan` says what a model takes of the memory.
+plan` says what a model takes of the memory, `pagedjax convert` writes a model in another format.
 
 Answers go to stdout, everything else to stderr. pagedjax loads jax when it is first needed, so `--help` is quick.
 """
@@ -169,6 +169,24 @@ def plan(
         print(json.dumps(result.as_dict()) if as_json else result)
     if not result.fits:
         raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    model: Model,
+    out: Annotated[str, typer.Argument(help="The folder to write: a new or an empty one.")],
+    dtype: Annotated[str | None, typer.Option(help="Of the weights. Default: the checkpoint's own.")] = None,
+    format: Annotated[str, typer.Option(help="orbax, which restores onto many devices, or safetensors.")] = "orbax",
+    overwrite: Annotated[bool, typer.Option(help="Replace a folder that pagedjax wrote.")] = False,
+    progress: Progress = True,
+    debug: Debug = False,
+) -> None:
+    """Write a model in another format or dtype, with its tokenizer, for `pagedjax generate OUT` and the others."""
+    with _errors_in_one_line(debug):
+        from pagedjax.models.convert import convert as convert_model  # loads jax
+
+        convert_model(model, out, dtype=dtype, format=format, overwrite=overwrite, progress=progress)
+        print(out)
 
 
 def _bytes_in(text: str) -> int:

@@ -29,8 +29,8 @@ class Layer(NamedTuple):
 LAYERS = (
     Layer("pallas_kernels pallas_kernels.*", only=frozenset({"jax", "jaxtyping", "numpy"})),
     Layer(
-        "paths models.checks models.config models.config_file models.rope models.layer_groups models.families "
-        "models.families.* models.catalogue",
+        "paths models.checks models.config models.config_file models.host_arrays models.folders models.rope "
+        "models.layer_groups models.families models.families.* models.catalogue",
         never=DEVICE,
     ),
     Layer(

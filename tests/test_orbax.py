@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,20 @@ import orbax.checkpoint as ocp
 import pytest
 from test_tokenizer import BOS_TEMPLATE, CHAT, PLAIN_TOOL, TOOL_TEMPLATE, word_tokenizer
 from tiny_models import random_tensors, save_folder, save_tiny, tiny, write_gguf
+from typer.testing import CliRunner
 
-from pagedjax.models import orbax_checkpoint
+from pagedjax.models import hf_export, orbax_checkpoint
+from pagedjax.models.catalogue import CATALOGUE
 from pagedjax.models.convert import convert
 from pagedjax.models.decoder import CausalLM
 from pagedjax.models.families import config_from_hf
+from pagedjax.models.hf_export import export_hf
 from pagedjax.models.load import load_checkpoint, read_header
 from pagedjax.models.orbax_checkpoint import save
 from pagedjax.models.placement import build_params
 from pagedjax.models.tokenizer import apply_chat_template
+from pagedjax.paths import cache_dir
+from pagedjax.serving import cli
 
 MESSAGE = "pagedjax.json is not a valid config: config"
 
@@ -219,9 +225,113 @@ def test_convert_refuses_before_it_loads(tmp_path, monkeypatch):
     monkeypatch.setattr("pagedjax.models.convert.load_checkpoint", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"path: got .*hf, expected a new or an empty folder"):
         convert(folder, folder)
-    with pytest.raises(ValueError, match="format: got 'onnx', expected one of orbax"):
+    save(tmp_path / "own", *model_of())
+    with pytest.raises(ValueError, match=r"path: got .*own"):
+        convert(folder, tmp_path / "own", format="safetensors", overwrite=True)
+    with pytest.raises(ValueError, match="format: got 'onnx', expected one of orbax, safetensors"):
         convert(folder, tmp_path / "new", format="onnx")
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "own"]
+
+
+# --- safetensors out
+
+EXPORTED = {
+    **{name: changes for name, changes in MODELS.items() if name != "llama3 rope"},
+    "mistral with a window": {"model_type": "mistral", "sliding_window": 8},
+    "qwen2": {"model_type": "qwen2", "head_dim": ...},
+}
+
+
+@pytest.mark.parametrize("shard_bytes", [2**31, 20_000])
+@pytest.mark.parametrize("changes", EXPORTED.values(), ids=EXPORTED.keys())
+def test_written_as_safetensors(tmp_path, monkeypatch, changes, shard_bytes):
+    monkeypatch.setattr(hf_export, "SHARD_BYTES", shard_bytes)
+    model, params = model_of(**changes)
+    save(tmp_path / "m", model, params, word_tokenizer(BOS_TEMPLATE))
+    convert(tmp_path / "m", tmp_path / "hf", format="safetensors")
+    config, restored, tokenizer = load_checkpoint(tmp_path / "hf")
+    # its file says more of what ends a text: the tokenizer's </s> is 2
+    assert config == replace(model.config, eos_token_ids=(*model.config.eos_token_ids, 2))
+    assert_equal_trees(params, restored)
+    assert tokenizer is not None
+    if model.config.model_type != "qwen2":  # for which transformers takes its own class, whatever the files say
+        assert apply_chat_template(tokenizer, CHAT) == [1, 3, 5, 4, 6]
+    assert (tmp_path / "hf" / "model.safetensors").exists() == (shard_bytes == 2**31)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("changes", EXPORTED.values(), ids=EXPORTED.keys())
+def test_transformers_loads_what_was_written(tmp_path, changes):
+    torch = pytest.importorskip("torch", reason="torch is the oracle")
+    from transformers import AutoModelForCausalLM
+
+    model, params = model_of(**{**changes, "dtype": "float32"})
+    export_hf(tmp_path / "hf", model.config, params)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    token_ids = np.random.default_rng(0).integers(0, 96, (2, 40))
+    with torch.no_grad():
+        expected = oracle(torch.from_numpy(token_ids)).logits.numpy()
+    logits = model.apply({"params": params}, jnp.asarray(token_ids, jnp.int32))
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(np.asarray(logits), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_what_cannot_be_written_as_safetensors(tmp_path):
+    model, params = model_of(**MODELS["llama3 rope"])
+    with pytest.raises(ValueError, match=r"config: got .*llama3.* expected one that config.json can hold"):
+        export_hf(tmp_path / "hf", model.config, params)
+    model, params = model_of()
+    with pytest.raises(ValueError, match=r"dtype: got \['float32', 'int8'\], expected one of float32"):
+        export_hf(tmp_path / "hf", model.config, quantised(params))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the command line
+
+
+def test_convert_on_the_command_line(tmp_path):
+    folder, _ = save_tiny(tmp_path / "hf")
+    out = str(tmp_path / "own")
+    arguments = ["convert", str(folder), out, "--dtype", "bfloat16", "--no-progress"]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, f"{out}\n", "")
+    assert load_checkpoint(out).config.dtype == "bfloat16"
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 2
+    assert done.stderr == (
+        f"pagedjax: error: path: got {out}, expected a new or an empty folder: overwrite=True replaces it\n"
+    )
+    done = CliRunner().invoke(cli.app, ["convert", str(folder), out, "--overwrite"])
+    assert done.exit_code == 0
+    assert "Loading weights: 100%" in done.stderr
+    assert load_checkpoint(out).config.dtype == "float32"
+    done = CliRunner().invoke(cli.app, ["convert", out, str(tmp_path / "st"), "--format", "safetensors"])
+    assert done.exit_code == 0
+    assert (tmp_path / "st" / "model.safetensors").is_file()
+
+
+# --- the real model
+
+
+@pytest.mark.slow
+def test_smollm2_from_each_format_gives_equal_logits(tmp_path):
+    path = cache_dir() / "models" / CATALOGUE["smollm2-135m-instruct"].member.rpartition("/")[2]
+    if not path.is_file():
+        pytest.skip(f"{path} is not there: pagedjax.models.catalogue.resolve('smollm2-135m-instruct') fetches it")
+    convert(path, tmp_path / "orbax")
+    convert(path, tmp_path / "hf", format="safetensors")
+    logits, prompts = [], []
+    for source in (path, tmp_path / "orbax", tmp_path / "hf"):
+        config, params, tokenizer = load_checkpoint(source, "float32")
+        assert tokenizer is not None
+        prompts.append(apply_chat_template(tokenizer, [{"role": "user", "content": "What is the capital of France?"}]))
+        assert config.eos_token_ids == (2,)
+        token_ids = jnp.asarray([prompts[0]], jnp.int32)
+        logits.append(np.asarray(jax.jit(CausalLM(config).apply)({"params": params}, token_ids)))
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert np.ptp(logits[0]) > 10
+    for other in logits[1:]:
+        np.testing.assert_array_equal(logits[0], other)
 
 
 # --- shardings
