@@ -17,6 +17,7 @@ from pagedjax.models.families import config_from_hf, family_of
 from pagedjax.models.gguf_loader import config_from_gguf, iter_gguf_tensors, metadata_value, open_gguf
 from pagedjax.models.gguf_tokenizer import tokenizer_from_gguf
 from pagedjax.models.placement import Placement, build_params
+from pagedjax.models.quantization import Quantization, quantization_of, quantize_params
 from pagedjax.models.safetensors_loader import iter_tensors, read_json, stored_dtype
 from pagedjax.models.tokenizer import eos_token_ids, has_tokenizer, load_tokenizer
 from pagedjax.models.weights import Params, is_ignorable
@@ -44,7 +45,13 @@ class Header(NamedTuple):
 
 
 def load(
-    name_or_path: str | Path, dtype: str = "auto", progress: bool = False, sharding: Placement | None = None
+    name_or_path: str | Path,
+    dtype: str = "auto",
+    progress: bool = False,
+    sharding: Placement | None = None,
+    *,
+    quantization: str | None = None,
+    quantize_embeddings: bool = False,
 ) -> tuple[CausalLM, Params, Any]:
     """A Flax module, its params as a plain pytree, and its tokenizer (None if the checkpoint has none).
 
@@ -54,17 +61,25 @@ def load(
     (("layers_0", "mlp", "up_proj", "kernel"), (576, 1536)), or a tree of them like the params'; None is the default
     device.
 
+    With quantization="int8" every dense kernel is quantised as it is loaded, and with `quantize_embeddings` the table
+    and the head as well: see `models/quantization.py`. Params in int8 are not for training.
+
     `model.apply({"params": params}, token_ids)` gives logits; `LLM(model, params=params, tokenizer=tokenizer)`
     samples from the same arrays.
     """
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    checkpoint = load_checkpoint(name_or_path, check_float_dtype(dtype), progress, sharding)
+    kind = quantization_of(quantization, quantize_embeddings)
+    checkpoint = load_checkpoint(name_or_path, check_float_dtype(dtype), progress, sharding, kind)
     return CausalLM(checkpoint.config), checkpoint.params, checkpoint.tokenizer
 
 
 def load_checkpoint(
-    name_or_path: str | Path, dtype: str | None = None, progress: bool = False, sharding: Placement | None = None
+    name_or_path: str | Path,
+    dtype: str | None = None,
+    progress: bool = False,
+    sharding: Placement | None = None,
+    quantization: Quantization | None = None,
 ) -> Checkpoint:
     """Loads a model folder, a .gguf file, a catalogue name or a hub id (see `catalogue.resolve`).
 
@@ -74,7 +89,7 @@ def load_checkpoint(
     """
     if dtype is not None:
         check_float_dtype(dtype)
-    return load_tensors(read_header(name_or_path), dtype, progress, sharding)
+    return load_tensors(read_header(name_or_path), dtype, progress, sharding, quantization)
 
 
 def read_header(name_or_path: str | Path, *, with_tensors: bool = True) -> Header:
@@ -93,12 +108,19 @@ def read_header(name_or_path: str | Path, *, with_tensors: bool = True) -> Heade
 
 
 def load_tensors(
-    header: Header, dtype: str | None = None, progress: bool = False, sharding: Placement | None = None
+    header: Header,
+    dtype: str | None = None,
+    progress: bool = False,
+    sharding: Placement | None = None,
+    quantization: Quantization | None = None,
 ) -> Checkpoint:
     """The rest of an opened checkpoint: see `load_checkpoint`."""
     path, config, reader = header
     if (path / CONFIG_NAME).is_file():
-        return _load_own(path, config, dtype, progress, sharding)
+        checkpoint = _load_own(path, config, dtype, progress, sharding)
+        if quantization is not None:
+            return checkpoint._replace(params=quantize_params(checkpoint.params, quantization))
+        return checkpoint
     if reader is not None:
         tokenizer = None if metadata_value(reader, "tokenizer.ggml.model") is None else tokenizer_from_gguf(reader)
         config = replace(config, eos_token_ids=eos_token_ids(tokenizer, config.eos_token_ids))
@@ -110,7 +132,7 @@ def load_tensors(
         config = replace(config, eos_token_ids=eos_token_ids(tokenizer, config.eos_token_ids, generation_config))
         tensors = iter_tensors(path, skip=partial(is_ignorable, config=config))
     tensors = family_of(config.model_type).split(tensors)
-    params = build_params(config, tensors, dtype or config.dtype, progress, sharding)
+    params = build_params(config, tensors, dtype or config.dtype, progress, sharding, quantization)
     return Checkpoint(config, params, tokenizer)
 
 

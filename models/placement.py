@@ -17,6 +17,7 @@ from jax.sharding import Sharding
 from tqdm import tqdm
 
 from pagedjax.models.config import ModelConfig, check_float_dtype
+from pagedjax.models.quantization import Quantization, is_to_quantize, quantize_leaf
 from pagedjax.models.weights import Params, expected_tensors, is_ignorable
 
 Path = tuple[str, ...]
@@ -32,12 +33,13 @@ def build_params(
     dtype: str,
     progress: bool = False,
     sharding: Placement | None = None,
+    quantization: Quantization | None = None,
 ) -> Params:
     """The nested dict that the model is applied with, from a stream of (Hugging Face name, array in the file's layout).
 
-    Each array is converted and sent to its place (see `sharding_for`; the default device without `sharding`) before the
-    next is read. Raises one ValueError that lists every tensor that is missing, unknown, given twice or of the wrong
-    shape.
+    Each array is converted, sent to its place (see `sharding_for`; the default device without `sharding`) and, where
+    `quantization` wants it, quantised before the next is read. Raises one ValueError that lists every tensor that is
+    missing, unknown, given twice or of the wrong shape.
     """
     check_float_dtype(dtype)
     expected = expected_tensors(config)
@@ -54,9 +56,16 @@ def build_params(
             if array.shape != file_shape:
                 problems.append(f"wrong shape: {name} is {list(array.shape)}, expected {list(file_shape)}")
             elif not problems:  # once something is wrong, only the list of problems is of use
-                value = _to_device(array, jnp.dtype(dtype), transpose, sharding_for(sharding, path, shape))
-                insert(params, path, jax.block_until_ready(value))  # or several would be under way at once
+                where = sharding_for(sharding, path, shape)
+                value = _to_device(array, jnp.dtype(dtype), transpose, where)
                 advance(value.nbytes)
+                leaves = {path[-1]: value}
+                if is_to_quantize(path, quantization):
+                    leaves = quantize_leaf(path, value)
+                    if where is not None:
+                        leaves[path[-1]] = jax.device_put(leaves[path[-1]], where)
+                for key, leaf in leaves.items():
+                    insert(params, (*path[:-1], key), jax.block_until_ready(leaf))  # or several would be under way
         elif not is_ignorable(name, config):
             problems.append(f"not used: {name} {list(array.shape)}")
         seen.add(name)

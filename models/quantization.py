@@ -8,7 +8,7 @@ orthogonal matrix, which leaves the product as it is and spreads each channel ov
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,29 @@ TINIEST = 1e-30
 """Largest number of a row, at least: the scale of a row of zeros must not be 0."""
 
 
-def check_quantization(quantization: str | None, quantize_embeddings: bool = False) -> None:
-    """Raises ValueError for an unknown kind, or for embeddings of none."""
+class Quantization(NamedTuple):
+    """What of a model is in int8: every dense kernel, and maybe the embeddings."""
+
+    embeddings: bool
+    """Whether the embedding table and the head are."""
+
+
+def quantization_of(quantization: Any, quantize_embeddings: Any = False) -> Quantization | None:
+    """The options of `pagedjax.LLM` as one; ValueError for an unknown kind, and for embeddings of none."""
     known = quantization is None or quantization in QUANTIZATIONS
     require(known, "quantization", quantization, f"None or one of {', '.join(QUANTIZATIONS)}")
     require(isinstance(quantize_embeddings, bool), "quantize_embeddings", quantize_embeddings, "True or False")
     together = quantization is not None or not quantize_embeddings
     require(together, "quantize_embeddings", quantize_embeddings, "False without a quantization")
+    return None if quantization is None else Quantization(quantize_embeddings)
+
+
+def quantization_in(params: Mapping[str, Any]) -> Quantization | None:
+    """What of these params is in int8; None if nothing is."""
+    if not any(map(is_quantized, jax.tree.leaves(params))):
+        return None
+    table, head = params["embed_tokens"]["embedding"], params.get("lm_head")
+    return Quantization(is_quantized(table) or (head is not None and is_quantized(head["kernel"])))
 
 
 def is_quantized(array: Any) -> bool:
@@ -108,11 +124,13 @@ def look_up(table: Int8[Array, "V D"], scale: Float[Array, "V"], ids: Any) -> Fl
     return rotate(rows * scale.at[ids].get(mode="clip").astype(jnp.float32)[..., None]).astype(scale.dtype)
 
 
-def is_to_quantize(path: tuple[str, ...], quantize_embeddings: bool) -> bool:
+def is_to_quantize(path: tuple[str, ...], quantization: Quantization | None) -> bool:
     """Whether the parameter at `path` becomes int8: every kernel, but the head and the embedding table by choice."""
+    if quantization is None or path[-1] not in ("kernel", "embedding"):
+        return False
     if path[0] in ("lm_head", "embed_tokens"):
-        return quantize_embeddings and path[-1] in ("kernel", "embedding")
-    return path[-1] == "kernel"
+        return quantization.embeddings
+    return path[-1] == "kernel"  # learned positions stay
 
 
 def quantize_leaf(path: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -121,10 +139,10 @@ def quantize_leaf(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     return {path[-1]: quantized, "scale": scale}
 
 
-def quantize_params(params: Mapping[str, Any], *, quantize_embeddings: bool = False) -> dict[str, Any]:
+def quantize_params(params: Mapping[str, Any], quantization: Quantization) -> dict[str, Any]:
     """Params with every dense kernel in int8 and its scale beside it; arrays that stay are shared, not copied.
 
-    `quantize_embeddings` does the same to the embedding table and the head. What is in int8 already stays as it is.
+    What is in int8 already stays as it is.
     """
 
     def inside(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
@@ -133,7 +151,7 @@ def quantize_params(params: Mapping[str, Any], *, quantize_embeddings: bool = Fa
             here = (*path, name)
             if isinstance(value, Mapping):
                 out[name] = inside(value, here)
-            elif is_to_quantize(here, quantize_embeddings) and not is_quantized(value):
+            elif is_to_quantize(here, quantization) and value.ndim == 2 and not is_quantized(value):
                 out |= quantize_leaf(here, jnp.asarray(value))
             else:
                 out[name] = value
@@ -144,12 +162,15 @@ def quantize_params(params: Mapping[str, Any], *, quantize_embeddings: bool = Fa
 
 def quantize_like(params: Mapping[str, Any], old: Mapping[str, Any]) -> Mapping[str, Any]:
     """Float params quantised as `old` are, and as they are if `old` are float."""
-    leaves = {path: is_quantized(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(old)}
-    if not any(leaves.values()):
-        return params
-    table = old["embed_tokens"]["embedding"]
-    head = old.get("lm_head", {}).get("kernel", table)
-    return quantize_params(params, quantize_embeddings=is_quantized(table) or is_quantized(head))
+    quantization = quantization_in(old)
+    return params if quantization is None else quantize_params(params, quantization)
+
+
+def quantized_bytes(path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of what takes the place of a kernel or table of this shape and dtype: see `quantize_leaf`."""
+    if path[-1] == "embedding":
+        return shape[0] * shape[1] + shape[0] * jnp.dtype(dtype).itemsize
+    return shape[0] * shape[1] + 4 * shape[1]
 
 
 def float_dtype(params: Mapping[str, Any]) -> np.dtype:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pagedjax.config import EngineConfig, check_positive_int
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.quantization import Quantization
 from pagedjax.planning.bounds import num_blocks_that_fit, num_swap_blocks_that_fit
 from pagedjax.planning.memory import Memory
 
@@ -19,13 +20,7 @@ CPU_BLOCK_SIZE, BLOCK_SIZE = 64, 16
 twice the rate of 4 KiB (docs/decisions.md)."""
 
 
-def check_options(
-    sizes: Mapping[str, Any],
-    choices: Mapping[str, Any],
-    seed: Any,
-    gpu_memory_utilization: Any,
-    allow_longer_context: Any,
-) -> None:
+def check_options(sizes: Mapping[str, Any], choices: Mapping[str, Any], seed: Any, gpu_memory_utilization: Any) -> None:
     """Raises ValueError for a bad option, before the checkpoint is looked at.
 
     `choices` are those fields of `EngineConfig` that are no sizes.
@@ -35,8 +30,6 @@ def check_options(
     EngineConfig(num_blocks=1, max_model_len=2**31, **choices)
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise ValueError(f"seed must be an int, got {seed!r}")
-    if not isinstance(allow_longer_context, bool):
-        raise ValueError(f"allow_longer_context must be True or False, got {allow_longer_context!r}")
     share: Any = gpu_memory_utilization if isinstance(gpu_memory_utilization, Real) else 0
     if not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization!r}")
@@ -63,6 +56,7 @@ def decide_options(
     async_scheduling: bool,
     check_integrity: bool,
     allow_longer_context: bool,
+    quantization: Quantization | None,
 ) -> EngineConfig:
     """The options of `LLM` with every None decided, for a machine with this memory, of which weights that are still to
     be loaded will take `weight_bytes`."""
@@ -81,7 +75,7 @@ def decide_options(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
-        min_decode_bucket=2 if is_cpu and dtype != "float32" else 1,
+        min_decode_bucket=2 if is_cpu and (dtype != "float32" or quantization is not None) else 1,
         logprobs_mode=logprobs_mode,
         enable_prefix_caching=enable_prefix_caching,
         preemption=preemption,

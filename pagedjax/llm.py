@@ -16,6 +16,7 @@ from pagedjax.engine import LLMEngine
 from pagedjax.model_runner import ModelRunner
 from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.load import load_tensors
+from pagedjax.models.quantization import float_dtype, quantize_params
 from pagedjax.models.tokenizer import apply_chat_template
 from pagedjax.outputs import CompletionOutput, EngineStats, RequestOutput, ScoreOutput
 from pagedjax.planning.build import plan_memory
@@ -57,6 +58,8 @@ class LLM:
         params: Params | None = None,
         tokenizer: Any | None = None,
         dtype: str = "auto",
+        quantization: str | None = None,
+        quantize_embeddings: bool = False,
         block_size: int | None = None,
         num_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -84,15 +87,16 @@ class LLM:
           model: what `load` takes, or a Flax module together with its `params` (shared, never copied) and `tokenizer`.
           dtype: of params and pool; "auto" is float32 on a CPU and bfloat16 on a GPU.
             Params that are passed in keep theirs.
+          quantization: "int8" for kernels and activations; of params that are passed in, kernels are copied for that.
+            With `quantize_embeddings` the embedding table and the head too.
           block_size: tokens per KV block; None takes 64 on a CPU, where it reads faster from memory, and 16 elsewhere.
           num_blocks: size of the pool; None takes at most 1 GiB on a CPU and what `gpu_memory_utilization` allows on a
             GPU. ValueError if it does not fit beside weights and programs (see `plan`), before anything is allocated.
           gpu_memory_utilization: share, for weights, pool and programs, of the memory that JAX may take of the GPU,
             which is 75% unless XLA_PYTHON_CLIENT_MEM_FRACTION was set before JAX started.
           max_num_seqs: most requests in a step. max_num_batched_tokens: most tokens in a step; None picks by platform.
-          max_model_len: most tokens of a request; None takes the model's own limit. Rope whose frequencies depend on
-            the length of the context ("dynamic", "longrope") has those of this length, for every request.
-          allow_longer_context: take a `max_model_len` beyond what the model is made for.
+          max_model_len: most tokens of a request; None takes the model's own limit, and `allow_longer_context` one
+            beyond it. Rope that depends on the length ("dynamic", "longrope") has this one, for every request.
           seed: where the seeds of requests without one are drawn from.
           attention_implementation: "xla", "pallas_triton" or None, which picks what is best here.
           logprobs_mode: "raw_logprobs" gives the log-softmax of the model's logits, "processed_logprobs" that of what
@@ -126,6 +130,8 @@ class LLM:
             model,
             params,
             dtype=dtype,
+            quantization=quantization,
+            quantize_embeddings=quantize_embeddings,
             seed=seed,
             gpu_memory_utilization=gpu_memory_utilization,
             with_tensors=True,
@@ -146,9 +152,12 @@ class LLM:
             check_integrity=check_integrity,
         )
         self.memory_plan.check()
+        kind = self.memory_plan.quantization
         if header is not None:
-            config, params, tokenizer = load_tensors(header, self.memory_plan.dtype, progress)
+            config, params, tokenizer = load_tensors(header, self.memory_plan.dtype, progress, quantization=kind)
             model = CausalLM(config)
+        elif params is not None and kind is not None:
+            params = quantize_params(params, kind)
         assert isinstance(model, CausalLM)
         assert params is not None
         self.tokenizer = tokenizer
@@ -157,7 +166,7 @@ class LLM:
             model.clone(config=model.config.served_up_to(engine_config.max_model_len)),
             params,
             engine_config,
-            kv_dtype=params["embed_tokens"]["embedding"].dtype,
+            kv_dtype=float_dtype(params),
             attention_implementation=attention_implementation,
         )
         eos_token_ids = model.config.eos_token_ids

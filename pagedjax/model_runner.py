@@ -21,6 +21,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, copy_cache_blocks, init_kv_cache
 from pagedjax.model_input import ModelInput, pack, unpack
 from pagedjax.models.decoder import CausalLM, Params, head_params, paged_step, read_out
+from pagedjax.models.quantization import quantize_like
 from pagedjax.pallas_kernels.attention import why_not
 from pagedjax.sampling.decode_loop import (
     DecodeRows,
@@ -220,9 +221,10 @@ class ModelRunner:
                 yield padding_batch(self.config, num_tokens, max_query_len=num_tokens)
 
     def update_params(self, params: Params) -> None:
-        """Other weights of the same form: the compiled programs stay. ValueError if their form is another."""
+        """Other weights of the same form, or in float of what is int8; compiled programs stay. ValueError otherwise."""
         try:
             params = jax.tree.map(jnp.asarray, params)  # no copy of what is on the device
+            params = dict(quantize_like(params, self.params)) if isinstance(params, Mapping) else params
         except TypeError as error:
             raise ValueError(f"params: expected a pytree of arrays: {error}") from error
         forms = [

@@ -12,6 +12,7 @@ from tiny_engine import CONFIG, dense_logits, prompt_of, tiny_params
 
 from pagedjax.models.decoder import CausalLM
 from pagedjax.models.quantization import (
+    Quantization,
     float_dtype,
     int8_dot,
     is_quantized,
@@ -141,7 +142,7 @@ def test_a_row_does_not_depend_on_its_batch():
 @pytest.mark.parametrize("quantize_embeddings", [False, True])
 def test_params_in_int8(quantize_embeddings):
     params = tiny_params()
-    quantized = quantize_params(params, quantize_embeddings=quantize_embeddings)
+    quantized = quantize_params(params, Quantization(quantize_embeddings))
     paths = dict(jax.tree_util.tree_leaves_with_path(quantized))
     int8 = {jax.tree_util.keystr(path) for path, leaf in paths.items() if is_quantized(leaf)}
     kernels = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
@@ -151,7 +152,7 @@ def test_params_in_int8(quantize_embeddings):
     assert int8 == expected
     assert quantized["norm"]["scale"] is params["norm"]["scale"]
     assert float_dtype(quantized) == float_dtype(params) == jnp.float32
-    again = quantize_params(quantized, quantize_embeddings=quantize_embeddings)
+    again = quantize_params(quantized, Quantization(quantize_embeddings))
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(quantized), strict=True))
     like = quantize_like(params, quantized)
     assert jax.tree.structure(like) == jax.tree.structure(quantized)
@@ -161,7 +162,7 @@ def test_params_in_int8(quantize_embeddings):
 @pytest.mark.parametrize("quantize_embeddings", [False, True])
 def test_a_model_in_int8_is_near_the_float_one(quantize_embeddings):
     ids = prompt_of(60)
-    params = quantize_params(tiny_params(), quantize_embeddings=quantize_embeddings)
+    params = quantize_params(tiny_params(), Quantization(quantize_embeddings))
     logits = np.asarray(CausalLM(CONFIG).apply({"params": params}, jnp.asarray([ids], jnp.int32)))[0]
     exact = dense_logits(ids)
     error = np.linalg.norm(logits - exact) / np.linalg.norm(exact)

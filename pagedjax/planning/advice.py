@@ -46,9 +46,12 @@ def _with(plan: MemoryPlan, model: ModelConfig, **changes: Any) -> MemoryPlan:
     new = replace(plan, programs={}, **changes)
     block = block_bytes(model, new.config, new.dtype)
     bounds = program_bounds(model, new.config, new.dtype, new.memory.platform)
+    weights = plan.weight_bytes
+    if new.dtype != plan.dtype:
+        weights = weight_bytes(model, new.dtype, plan.quantization)
     return replace(
         new,
-        weight_bytes=plan.weight_bytes if new.dtype == plan.dtype else weight_bytes(model, new.dtype),
+        weight_bytes=weights,
         block_bytes=block,
         pool_bytes=(new.config.num_blocks + 1) * block,
         host_pool_bytes=new.config.num_swap_blocks * block,

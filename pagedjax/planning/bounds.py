@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import bytes_per_block
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.weights import expected_tensors
+from pagedjax.models.quantization import Quantization, is_to_quantize, quantized_bytes
+from pagedjax.models.weights import expected_tensors, parameter_shapes
 from pagedjax.planning.memory import Memory
 from pagedjax.sampling.rows import PROMPT_LOGPROBS_ROWS
 
@@ -44,9 +45,14 @@ def num_params(model: ModelConfig) -> int:
     return sum(prod(tensor.shape) for tensor in expected_tensors(model).values())
 
 
-def weight_bytes(model: ModelConfig, dtype: str) -> int:
+def weight_bytes(model: ModelConfig, dtype: str, quantization: Quantization | None = None) -> int:
     """Bytes of the loaded weights, from the config alone: exactly the tensors that a checkpoint must have."""
-    return num_params(model) * jnp.dtype(dtype).itemsize
+    return sum(
+        quantized_bytes(path, shape, dtype)
+        if is_to_quantize(path, quantization)
+        else prod(shape) * jnp.dtype(dtype).itemsize
+        for path, shape in parameter_shapes(model).items()
+    )
 
 
 def block_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:

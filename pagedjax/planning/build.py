@@ -1,6 +1,7 @@
 """Makes the memory plan of an engine from its options: the same ones that `pagedjax.LLM` takes."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pagedjax.engine_options import check_options, decide_options
 from pagedjax.models.config import check_float_dtype
 from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.load import Header, read_header
+from pagedjax.models.quantization import float_dtype, quantization_in, quantization_of, quantize_params
 from pagedjax.planning.advice import changes_for
 from pagedjax.planning.bounds import block_bytes, host_pool_bytes, num_params, program_bounds, weight_bytes
 from pagedjax.planning.memory import memory_for
@@ -26,6 +28,8 @@ def plan_memory(
     gpu_memory_utilization: Any = 0.9,
     attention_implementation: str | None = None,
     allow_longer_context: Any = False,
+    quantization: Any = None,
+    quantize_embeddings: Any = False,
     num_requests: int | None = None,
     context: int | None = None,
     memory_bytes: int | None = None,
@@ -46,7 +50,10 @@ def plan_memory(
     choices = {name: value for name, value in options.items() if name not in names}
     if options["num_swap_blocks"] is None:
         del choices["num_swap_blocks"]
-    check_options(sizes, choices, seed, gpu_memory_utilization, allow_longer_context)
+    check_options(sizes, choices, seed, gpu_memory_utilization)
+    if not isinstance(allow_longer_context, bool):
+        raise ValueError(f"allow_longer_context must be True or False, got {allow_longer_context!r}")
+    kind = quantization_of(quantization, quantize_embeddings)
     if dtype != "auto":
         check_float_dtype(dtype)
     memory = memory_for(platform, memory_bytes, float(gpu_memory_utilization))
@@ -56,18 +63,21 @@ def plan_memory(
         header = read_header(model, with_tensors=with_tensors)
         config = header.config
     if params is not None:
-        dtype = str(params["embed_tokens"]["embedding"].dtype)
+        if kind is not None:  # a copy is to be made; the float arrays in it count too, though they are shared
+            params = dict(jax.eval_shape(partial(quantize_params, quantization=kind), params))
+        kind, dtype = quantization_in(params), str(float_dtype(params))
     elif dtype == "auto":
         dtype = "float32" if memory.platform == "cpu" else "bfloat16"
     in_place = params is not None and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
-    weights = weight_bytes(config, dtype) if params is None else sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    options |= {"allow_longer_context": allow_longer_context}
+    leaves = jax.tree.leaves(params)
+    weights = weight_bytes(config, dtype, kind) if params is None else sum(x.size * x.dtype.itemsize for x in leaves)
+    options |= {"allow_longer_context": allow_longer_context, "quantization": kind}
     engine = decide_options(config, dtype=dtype, memory=memory, weight_bytes=0 if in_place else weights, **options)
     config = config.served_up_to(engine.max_model_len)
     bounds, block = program_bounds(config, engine, dtype, memory.platform), block_bytes(config, engine, dtype)
     step = bounds.step + bounds.per_block * engine.num_blocks
     is_here = memory.platform == ("cpu" if jax.default_backend() == "cpu" else "gpu")
-    programs = compiled_bytes(config, engine, dtype, attention_implementation) if compile and is_here else {}
+    programs = compiled_bytes(config, engine, dtype, attention_implementation, kind) if compile and is_here else {}
     asks = num_requests is not None or context is not None
     plan = MemoryPlan(
         dtype=dtype,
@@ -75,6 +85,7 @@ def plan_memory(
         memory=memory,
         num_params=num_params(config),
         weight_bytes=weights,
+        quantization=kind,
         weights_in_place=in_place,
         block_bytes=block,
         pool_bytes=(engine.num_blocks + 1) * block,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedjax.config import EngineConfig
+from pagedjax.models.quantization import Quantization
 from pagedjax.planning.memory import Memory
 
 
@@ -21,6 +22,8 @@ class MemoryPlan:
     memory: Memory
     num_params: int
     weight_bytes: int
+    quantization: Quantization | None = None
+    """What of the weights is in int8."""
     weights_in_place: bool
     """Whether the weights are in memory already, and so no part of what is available."""
     block_bytes: int
@@ -181,7 +184,8 @@ class MemoryPlan:
 
     def _parts(self) -> list[tuple[str, int, str]]:
         config = self.config
-        weights = f"{self.num_params / 1e6:,.1f} M in {self.dtype}" + (", there already" * self.weights_in_place)
+        kind = f"int8 and {self.dtype}" if self.quantization is not None else self.dtype
+        weights = f"{self.num_params / 1e6:,.1f} M in {kind}" + (", there already" * self.weights_in_place)
         per_token = f"{size(self.kv_bytes_per_token)} a token"
         pool = f"{config.num_blocks:,} blocks of {config.block_size} tokens, {per_token}"
         step = f"{max(config.mixed_buckets[-1], config.decode_buckets[-1]):,} tokens, {config.max_num_running:,} rows"

@@ -12,12 +12,13 @@ from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.models import decoder
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.quantization import Quantization, quantize_params
 from pagedjax.models.weights import expected_tensors
 from pagedjax.planning.bounds import CPU_HEAD_ROWS
 from pagedjax.sampling.rows import sample_rows
 
 
-def abstract_params(model: ModelConfig, dtype: str) -> decoder.Params:
+def abstract_params(model: ModelConfig, dtype: str, quantization: Quantization | None = None) -> decoder.Params:
     """The pytree of a model's params, as shapes."""
     params: decoder.Params = {}
     for path, shape, _ in expected_tensors(model).values():
@@ -25,7 +26,9 @@ def abstract_params(model: ModelConfig, dtype: str) -> decoder.Params:
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
         inner[path[-1]] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    return params
+    if quantization is None:
+        return params
+    return jax.eval_shape(partial(quantize_params, quantization=quantization), params)
 
 
 def abstract_pool(model: ModelConfig, config: EngineConfig, dtype: str) -> KVCache:
@@ -36,7 +39,11 @@ def abstract_pool(model: ModelConfig, config: EngineConfig, dtype: str) -> KVCac
 
 
 def compiled_bytes(
-    model: ModelConfig, config: EngineConfig, dtype: str, attention_implementation: str | None = None
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    attention_implementation: str | None = None,
+    quantization: Quantization | None = None,
 ) -> dict[str, int]:
     """Compiles the largest programs of a step and gives what each takes beside weights and pool, by name.
 
@@ -44,7 +51,7 @@ def compiled_bytes(
     in the same compilation cache. SmolLM2 on two CPU cores takes 5 s, and less than 1 s once they are in the cache; a
     whole step of a large model takes minutes. Programs of which the backend says nothing are left out.
     """
-    params, pool = abstract_params(model, dtype), abstract_pool(model, config, dtype)
+    params, pool = abstract_params(model, dtype, quantization), abstract_pool(model, config, dtype)
     num_tokens = config.mixed_buckets[-1]
     is_decode = num_tokens < config.decode_buckets[-1]
     num_tokens = config.decode_buckets[-1] if is_decode else num_tokens
