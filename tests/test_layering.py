@@ -30,7 +30,7 @@ LAYERS = (
     Layer("pallas_kernels pallas_kernels.*", only=frozenset({"jax", "jaxtyping", "numpy"})),
     Layer(
         "paths models.checks models.config models.config_file models.host_arrays models.folders models.rope "
-        "models.layer_groups models.families models.families.* models.catalogue",
+        "models.gguf_rope models.layer_groups models.families models.families.* models.catalogue",
         never=DEVICE,
     ),
     Layer(
