@@ -72,7 +72,7 @@ def restore_params(
     The model's float arrays are converted to `dtype`, or keep their own with None; integers and their scales do anyway.
     `sharding` is that of `placement.build_params`. Raises ValueError for a folder that is damaged or lacks an array.
     """
-    source = folder / PARAMS_FOLDER
+    source = folder.absolute() / PARAMS_FOLDER  # Orbax takes no other
     with _checkpointer() as checkpointer, _damage_named(source):
         metadata = checkpointer.metadata(source).item_metadata
         if metadata is None:

@@ -44,10 +44,10 @@ assert tokenizer.decode(int(logits[0, -1].argmax())) == " Paris"
 
 
 @pytest.mark.slow
-def test_the_readme():
+def test_the_readme(tmp_path):
     """Its blocks as one program with the model that they name, run as users do, without the type checks of tests, but
     with smaller steps."""
     program = "\n".join([SMALLER, *blocks_of("README.md"), CHECKS])
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "The capital of France is ->  Paris" in run.stdout
