@@ -48,8 +48,8 @@ LAYERS = (
     Layer("blocks.memory_map beams.rows sampling.edits sampling.extras sampling.log_entries", never=DEVICE),
     Layer("simulation simulation.*", never=DEVICE),
     Layer(
-        "batch compilation_cache text.output_processor engine_options sampling.pipeline sampling.rows "
-        "planning planning.memory planning.bounds"
+        "batch compilation_cache text.output_processor sampling.pipeline sampling.rows "
+        "planning planning.memory planning.bounds planning.options"
     ),
     Layer("model_runner requests"),
     Layer("launch"),

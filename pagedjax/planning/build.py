@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from pagedjax.engine_options import check_options, decide_options
 from pagedjax.models.config import check_float_dtype
 from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.load import Header, read_header
@@ -15,6 +14,7 @@ from pagedjax.models.quantization import float_dtype, quantization_in, quantizat
 from pagedjax.planning.advice import changes_for
 from pagedjax.planning.bounds import block_bytes, host_pool_bytes, num_params, program_bounds, weight_bytes
 from pagedjax.planning.memory import memory_for
+from pagedjax.planning.options import check_options, decide_options
 from pagedjax.planning.plan import MemoryPlan
 from pagedjax.planning.programs import compiled_bytes
 
