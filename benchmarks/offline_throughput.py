@@ -72,6 +72,8 @@ def measure(args: argparse.Namespace) -> Result:
     llm = pagedjax.LLM(
         args.model,
         dtype=args.dtype,
+        quantization=args.quantization,
+        quantize_embeddings=args.quantize_embeddings,
         block_size=args.block_size,
         num_blocks=args.num_blocks,
         max_num_seqs=args.max_num_seqs,
@@ -117,7 +119,7 @@ def measure(args: argparse.Namespace) -> Result:
     num_outputs, num_tokens = sum(lengths), sum(lengths) + sum(map(len, prompts))
     return {
         "engine": f"pagedjax {pagedjax.__version__}",
-        "dtype": str(llm.engine.runner.kv_dtype),
+        "dtype": " ".join(filter(None, [args.quantization, str(llm.engine.runner.kv_dtype)])),
         "output_tokens_per_s": num_outputs / best,
         "output_tokens_per_s_median": num_outputs / statistics.median(walls),
         "total_tokens_per_s": num_tokens / best,
@@ -250,6 +252,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a name, a folder or a .gguf file")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--quantization", choices=["int8"], help="of weights and activations")
+    parser.add_argument("--quantize-embeddings", action="store_true", help="of the embedding table and the head too")
     parser.add_argument("--repeat", type=int, default=3, help="how often the workload runs; best and median count")
     parser.add_argument("--num-requests", type=int, default=48, help="the first of them, to try things out")
     parser.add_argument("--block-size", type=int, help="tokens per KV block; default: LLM's")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmark_scripts import load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_engine import CONFIG, dense_logits, prompt_of, tiny_params
@@ -167,3 +168,13 @@ def test_a_model_in_int8_is_near_the_float_one(quantize_embeddings):
     exact = dense_logits(ids)
     error = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
     assert 1e-4 < error < 0.1
+
+
+def test_the_text_of_the_benchmark_is_cut_into_whole_windows():
+    quantization = load("quantization")
+    windows = quantization.windows_of(list(range(1300)), None)
+    assert windows == [list(range(512)), list(range(512, 1024))]
+    assert quantization.windows_of(list(range(1300)), 1) == windows[:1]
+    text = quantization.TEXT.read_text()
+    assert text.isascii()
+    assert len(text) == 148_480
