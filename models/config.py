@@ -45,6 +45,14 @@ class LayerKind(NamedTuple):
     """Multiplies the attention scores."""
 
 
+@dataclass(frozen=True)
+class Quantization:
+    """What of a model is in int8: every dense kernel, and maybe the embeddings."""
+
+    embeddings: bool
+    """Whether the embedding table and the head are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder; the defaults are LLaMA's. Hashable: it is a static attribute of the flax module."""

@@ -1,4 +1,4 @@
-"""A ModelConfig as a JSON file and back, field by field: what `pagedjax.save` writes of a model. Host only."""
+"""What `pagedjax.save` writes of a model beside its arrays, as a JSON file and back, field by field. Host only."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from pagedjax.models.config import ModelConfig
+from pagedjax.models.config import ModelConfig, Quantization
 
 CONFIG_NAME = "pagedjax.json"
 """The file that makes a folder one of ours."""
@@ -15,14 +15,18 @@ FORMAT_VERSION = 1
 """Rises with every change of the folder or of ModelConfig's fields: a file of another version is refused."""
 
 
-def write_config(folder: Path, config: ModelConfig) -> None:
-    """Writes `config` into the folder."""
-    value = {"format_version": FORMAT_VERSION, "config": dataclasses.asdict(config)}
+def write_config(folder: Path, config: ModelConfig, quantization: Quantization | None) -> None:
+    """Writes them into the folder."""
+    value = {
+        "format_version": FORMAT_VERSION,
+        "config": dataclasses.asdict(config),
+        "quantization": None if quantization is None else dataclasses.asdict(quantization),
+    }
     (folder / CONFIG_NAME).write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The config that `write_config` wrote; ValueError that names what is missing, unknown or of another type."""
+def read_config(folder: Path) -> tuple[ModelConfig, Quantization | None]:
+    """What `write_config` wrote; ValueError that names what is missing, unknown or of another type."""
     path = folder / CONFIG_NAME
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -33,7 +37,8 @@ def read_config(folder: Path) -> ModelConfig:
     if raw.get("format_version") != FORMAT_VERSION:
         raise ValueError(f"format_version: got {raw.get('format_version')!r} in {path}, expected {FORMAT_VERSION}")
     try:
-        return _decode(ModelConfig, raw.get("config"), "config")
+        config = _decode(ModelConfig, raw.get("config"), "config")
+        return config, _decode(Quantization | None, raw.get("quantization"), "quantization")
     except ValueError as error:
         raise ValueError(f"{path} is not a valid config: {error}") from error
 

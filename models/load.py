@@ -10,14 +10,14 @@ from gguf import GGUFReader
 from transformers import PreTrainedTokenizerBase
 
 from pagedjax.models.catalogue import resolve
-from pagedjax.models.config import ModelConfig, check_float_dtype
+from pagedjax.models.config import ModelConfig, Quantization, check_float_dtype
 from pagedjax.models.config_file import CONFIG_NAME, read_config
 from pagedjax.models.decoder import CausalLM
 from pagedjax.models.families import config_from_hf, family_of
 from pagedjax.models.gguf_loader import config_from_gguf, iter_gguf_tensors, metadata_value, open_gguf
 from pagedjax.models.gguf_tokenizer import tokenizer_from_gguf
 from pagedjax.models.placement import Placement, build_params
-from pagedjax.models.quantization import Quantization, quantization_of, quantize_params
+from pagedjax.models.quantization import quantization_of, quantize_params
 from pagedjax.models.safetensors_loader import iter_tensors, read_json, stored_dtype
 from pagedjax.models.tokenizer import eos_token_ids, has_tokenizer, load_tokenizer
 from pagedjax.models.weights import Params, is_ignorable
@@ -40,8 +40,10 @@ class Header(NamedTuple):
     path: Path
     config: ModelConfig
     """As the files have it: a tokenizer may know more ids that end a text."""
-    reader: GGUFReader | None
+    reader: GGUFReader | None = None
     """The open file, if it is one of GGUF."""
+    quantization: Quantization | None = None
+    """What is in int8 already."""
 
 
 def load(
@@ -100,11 +102,12 @@ def read_header(name_or_path: str | Path, *, with_tensors: bool = True) -> Heade
         reader = open_gguf(path)
         return Header(path, config_from_gguf(reader), reader)
     if (path / CONFIG_NAME).is_file():
-        return Header(path, read_config(path), None)
+        config, quantization = read_config(path)
+        return Header(path, config, quantization=quantization)
     raw = read_json(path / "config.json")
     if with_tensors and not (raw.get("dtype") or raw.get("torch_dtype")):
         raw["dtype"] = stored_dtype(path)
-    return Header(path, config_from_hf(raw), None)
+    return Header(path, config_from_hf(raw))
 
 
 def load_tensors(
@@ -115,7 +118,7 @@ def load_tensors(
     quantization: Quantization | None = None,
 ) -> Checkpoint:
     """The rest of an opened checkpoint: see `load_checkpoint`."""
-    path, config, reader = header
+    path, config, reader, _ = header
     if (path / CONFIG_NAME).is_file():
         checkpoint = _load_own(path, config, dtype, progress, sharding)
         if quantization is not None:

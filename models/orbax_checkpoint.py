@@ -18,13 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Sharding
 
 from pagedjax.models.config import ModelConfig
 from pagedjax.models.config_file import write_config
 from pagedjax.models.decoder import CausalLM
 from pagedjax.models.folders import check_free, written_whole
 from pagedjax.models.placement import Path as ParamPath
-from pagedjax.models.placement import Placement, progress_bar, sharding_for
+from pagedjax.models.placement import Placement, progress_bar, sharding_for, sharding_of_scale
+from pagedjax.models.quantization import is_quantized, quantization_in
 from pagedjax.models.weights import Params, parameter_shapes
 
 PARAMS_FOLDER, TOKENIZER_FOLDER = "params", "tokenizer"
@@ -57,7 +59,7 @@ def save(
             checkpointer.save(folder / PARAMS_FOLDER, args=ocp.args.PyTreeSave(params, save_args=pieces))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder / TOKENIZER_FOLDER))
-        write_config(folder, config)
+        write_config(folder, config, quantization_in(params))
 
 
 def restore_params(
@@ -69,8 +71,8 @@ def restore_params(
 ) -> Params:
     """The arrays of a folder that `save` wrote, a layer at a time, each restored straight into its place.
 
-    The model's float arrays are converted to `dtype`, or keep their own with None; integers and their scales do anyway.
-    `sharding` is that of `placement.build_params`. Raises ValueError for a folder that is damaged or lacks an array.
+    The model's float arrays are converted to `dtype`, or keep their own with None; what is in int8 stays so. `sharding`
+    is that of `placement.build_params`. Raises ValueError for a folder that is damaged or lacks an array.
     """
     source = folder.absolute() / PARAMS_FOLDER  # Orbax takes no other
     with _checkpointer() as checkpointer, _damage_named(source):
@@ -85,9 +87,16 @@ def restore_params(
 
     def target(path: ParamPath) -> jax.ShapeDtypeStruct:
         shape, kept = tuple(stored[path].shape), stored[path].dtype
-        converted = dtype is not None and path in own and jnp.issubdtype(kept, jnp.floating)
-        where = sharding_for(sharding, path, shape) or default
+        # The scales of a table are in the model's dtype, those of kernels are not.
+        is_models = path in own or path == ("embed_tokens", "scale")
+        converted = dtype is not None and is_models and jnp.issubdtype(kept, jnp.floating)
+        where = sharding_for(sharding, path, shape) if path in own else place_of_scale(path)
+        where = where or default
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype) if converted else kept, sharding=where)
+
+    def place_of_scale(path: ParamPath) -> Sharding | None:
+        kernel = next(each for each in stored if each[:-1] == path[:-1] and is_quantized(stored[each]))
+        return sharding_of_scale(sharding_for(sharding, kernel, tuple(stored[kernel].shape)), kernel)
 
     targets = {path: target(path) for path in stored}
     num_bytes = sum(prod(array.shape) * array.dtype.itemsize for array in targets.values())

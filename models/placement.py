@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from tqdm import tqdm
 
-from pagedjax.models.config import ModelConfig, check_float_dtype
-from pagedjax.models.quantization import Quantization, is_to_quantize, quantize_leaf
+from pagedjax.models.config import ModelConfig, Quantization, check_float_dtype
+from pagedjax.models.quantization import is_to_quantize, quantize_leaf
 from pagedjax.models.weights import Params, expected_tensors, is_ignorable
 
 Path = tuple[str, ...]
@@ -63,7 +63,8 @@ def build_params(
                 if is_to_quantize(path, quantization):
                     leaves = quantize_leaf(path, value)
                     if where is not None:
-                        leaves[path[-1]] = jax.device_put(leaves[path[-1]], where)
+                        places = {path[-1]: where, "scale": sharding_of_scale(where, path)}
+                        leaves = {key: jax.device_put(leaf, places[key]) for key, leaf in leaves.items()}
                 for key, leaf in leaves.items():
                     insert(params, (*path[:-1], key), jax.block_until_ready(leaf))  # or several would be under way
         elif not is_ignorable(name, config):
@@ -103,6 +104,14 @@ def sharding_for(placement: Placement | None, path: Path, shape: tuple[int, ...]
             f"sharding of {name}: got {where}, expected one for the shape {list(shape)}: {error}"
         ) from error
     return where
+
+
+def sharding_of_scale(where: Sharding | None, path: Path) -> Sharding | None:
+    """Of the scales of an int8 array at `path` that lives at `where`: of a table's rows, or of a kernel's columns."""
+    if not isinstance(where, NamedSharding):
+        return where
+    axes = (*where.spec, None, None)
+    return NamedSharding(where.mesh, PartitionSpec(axes[0 if path[-1] == "embedding" else 1]))
 
 
 def insert(params: Params, path: Path, value: Any) -> None:

@@ -8,7 +8,7 @@ orthogonal matrix, which leaves the product as it is and spreads each channel ov
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int8
 
 from pagedjax.models.checks import require
+from pagedjax.models.config import Quantization
 
 QUANTIZATIONS = ("int8",)
 MAX_BLOCK = 64
@@ -24,13 +25,6 @@ MAX_BLOCK = 64
 LARGEST = 127
 TINIEST = 1e-30
 """Largest number of a row, at least: the scale of a row of zeros must not be 0."""
-
-
-class Quantization(NamedTuple):
-    """What of a model is in int8: every dense kernel, and maybe the embeddings."""
-
-    embeddings: bool
-    """Whether the embedding table and the head are."""
 
 
 def quantization_of(quantization: Any, quantize_embeddings: Any = False) -> Quantization | None:
@@ -44,7 +38,7 @@ def quantization_of(quantization: Any, quantize_embeddings: Any = False) -> Quan
 
 
 def quantization_in(params: Mapping[str, Any]) -> Quantization | None:
-    """What of these params is in int8; None if nothing is."""
+    """What of these params is in int8; None if nothing is. They may be shapes."""
     if not any(map(is_quantized, jax.tree.leaves(params))):
         return None
     table, head = params["embed_tokens"]["embedding"], params.get("lm_head")

@@ -32,6 +32,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same ans
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")]
 AsChat = Annotated[bool | None, typer.Option("--chat/--no-chat", help="Use a chat template. Default: if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="Of weights and cache: auto, float32, bfloat16, ...")]
+Quantization = Annotated[str | None, typer.Option(help="int8: weights and activations of the layers in int8.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV block.")]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks in the pool. Default: what fits the memory.")]
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests that run in one step.")]
@@ -60,6 +61,7 @@ def generate(
     n: Annotated[int, typer.Option(help="Answers per prompt.")] = 1,
     as_chat: AsChat = None,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     block_size: BlockSize = None,
     num_blocks: NumBlocks = None,
     max_num_seqs: MaxNumSeqs = None,
@@ -77,7 +79,8 @@ def generate(
         )
         pool = _given(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
         step = _given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        llm = pagedjax.LLM(model, progress=progress, **_given(dtype=dtype), **pool, **step)
+        weights = _given(dtype=dtype, quantization=quantization)
+        llm = pagedjax.LLM(model, progress=progress, **weights, **pool, **step)
         start = time.perf_counter()
         if as_chat is None:
             as_chat = bool(getattr(llm.tokenizer, "chat_template", None))
@@ -106,6 +109,7 @@ def chat(
     top_p: TopP = 0.95,
     seed: Seed = None,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     progress: Progress = True,
     debug: Debug = False,
@@ -114,7 +118,8 @@ def chat(
     with _errors_in_one_line(debug):
         params = pagedjax.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         # A conversation never has two requests in flight: this leaves fewer programs to compile.
-        llm = pagedjax.LLM(model, progress=progress, max_num_seqs=1, **_given(dtype=dtype, max_model_len=max_model_len))
+        options = _given(dtype=dtype, quantization=quantization, max_model_len=max_model_len)
+        llm = pagedjax.LLM(model, progress=progress, max_num_seqs=1, **options)
         if not getattr(llm.tokenizer, "chat_template", None):
             raise ValueError(f"{model} has no chat template: use `pagedjax generate --no-chat`")
         history = beginning = [{"role": "system", "content": system}] if system else []
@@ -150,6 +155,7 @@ def plan(
     compile: Annotated[bool, typer.Option(help="Ask XLA what the largest programs take.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     block_size: BlockSize = None,
     num_blocks: NumBlocks = None,
     max_num_seqs: MaxNumSeqs = None,
@@ -163,7 +169,7 @@ def plan(
         sizes = _given(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
         sizes |= _given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         asked = _given(num_requests=num_requests, context=context, platform=platform)
-        asked |= _given(dtype=dtype, gpu_memory_utilization=gpu_memory_utilization)
+        asked |= _given(dtype=dtype, quantization=quantization, gpu_memory_utilization=gpu_memory_utilization)
         memory_bytes = None if memory is None else _bytes_in(memory)
         result = pagedjax.LLM.plan(model, memory_bytes=memory_bytes, compile=compile, **asked, **sizes)
         print(json.dumps(result.as_dict()) if as_json else result)
@@ -176,6 +182,7 @@ def convert(
     model: Model,
     out: Annotated[str, typer.Argument(help="The folder to write: a new or an empty one.")],
     dtype: Annotated[str | None, typer.Option(help="Of the weights. Default: the checkpoint's own.")] = None,
+    quantization: Quantization = None,
     format: Annotated[str, typer.Option(help="orbax, which restores onto many devices, or safetensors.")] = "orbax",
     overwrite: Annotated[bool, typer.Option(help="Replace a folder that pagedjax wrote.")] = False,
     progress: Progress = True,
@@ -185,7 +192,8 @@ def convert(
     with _errors_in_one_line(debug):
         from pagedjax.models.convert import convert as convert_model  # loads jax
 
-        convert_model(model, out, dtype=dtype, format=format, overwrite=overwrite, progress=progress)
+        options: dict[str, Any] = {"format": format, "overwrite": overwrite, "progress": progress}
+        convert_model(model, out, dtype=dtype, quantization=quantization, **options)
         print(out)
 
 

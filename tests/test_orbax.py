@@ -17,8 +17,10 @@ from test_tokenizer import BOS_TEMPLATE, CHAT, PLAIN_TOOL, TOOL_TEMPLATE, word_t
 from tiny_models import random_tensors, save_folder, save_tiny, tiny, write_gguf
 from typer.testing import CliRunner
 
+from pagedjax.llm import LLM
 from pagedjax.models import hf_export, orbax_checkpoint
 from pagedjax.models.catalogue import CATALOGUE
+from pagedjax.models.config import Quantization
 from pagedjax.models.convert import convert
 from pagedjax.models.decoder import CausalLM
 from pagedjax.models.families import config_from_hf
@@ -26,6 +28,7 @@ from pagedjax.models.hf_export import export_hf
 from pagedjax.models.load import load_checkpoint, read_header
 from pagedjax.models.orbax_checkpoint import save
 from pagedjax.models.placement import build_params
+from pagedjax.models.quantization import float_dtype, quantization_in, quantize_params
 from pagedjax.models.tokenizer import apply_chat_template
 from pagedjax.paths import cache_dir
 from pagedjax.serving import cli
@@ -114,28 +117,44 @@ def test_arrays_on_the_host_are_saved_too(tmp_path):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
 
 
-def quantised(params: Any) -> Any:
-    """The same with an int8 kernel and its scale in each up_proj."""
-    params = jax.tree.map(lambda leaf: leaf, params)
-    for name, layer in params.items():
-        if name.startswith("layers_"):
-            kernel = np.asarray(layer["mlp"]["up_proj"]["kernel"], np.float32)
-            scale = np.abs(kernel).max(0) / 127
-            layer["mlp"]["up_proj"] = {"kernel": jnp.asarray(np.round(kernel / scale), jnp.int8), "scale": scale}
-    return params
-
-
-def test_int8_kernels_keep_their_type_and_their_scales(tmp_path):
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_what_is_in_int8_stays_so(tmp_path, embeddings):
+    """And all else is in the dtype that is asked for, the scales of a table too: they say what the model runs in."""
     model, params = model_of("bfloat16")
-    params = quantised(params)
+    params = quantize_params(params, Quantization(embeddings))
     save(tmp_path / "m", model, params)
     for dtype in (None, "bfloat16", "float32"):
         restored = load_checkpoint(tmp_path / "m", dtype).params
-        for name in ("layers_0", "layers_1"):
-            left, right = params[name]["mlp"]["up_proj"], restored[name]["mlp"]["up_proj"]
-            assert right["kernel"].dtype == jnp.int8
-            assert_equal_trees(left, right)
-        assert restored["norm"]["scale"].dtype == jnp.dtype(dtype or "bfloat16")
+        assert quantization_in(restored) == Quantization(embeddings)
+        assert float_dtype(restored) == jnp.dtype(dtype or "bfloat16")
+        for left, right in zip(jax.tree.leaves(params), jax.tree.leaves(restored), strict=True):
+            kept = left.dtype in (jnp.int8, jnp.float32)  # in bfloat16 those are scales of kernels
+            assert right.dtype == (left.dtype if kept else jnp.dtype(dtype or "bfloat16"))
+            np.testing.assert_array_equal(left.astype(jnp.float32), right.astype(jnp.float32))
+        logits: Any = model.apply({"params": restored}, jnp.arange(8)[None])
+        assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_an_engine_knows_that_a_folder_is_in_int8(tmp_path, embeddings):
+    model, params = model_of("float32")
+    save(tmp_path / "m", model, quantize_params(params, Quantization(embeddings)))
+    options: dict[str, Any] = {"num_blocks": 8, "max_model_len": 32, "max_num_seqs": 2}
+    llm = LLM(tmp_path / "m", **options, warm_up=False)
+    assert llm.memory_plan.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.runner.params))
+    assert llm.engine.config.min_decode_bucket == (2 if jax.default_backend() == "cpu" else 1)
+    more = LLM(tmp_path / "m", **options, quantization="int8", quantize_embeddings=True, warm_up=False)
+    assert quantization_in(more.engine.runner.params) == Quantization(embeddings=True)
+    assert more.memory_plan.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(more.engine.runner.params))
+
+
+def test_convert_to_int8(tmp_path):
+    model, params = model_of("float32")
+    save(tmp_path / "m", model, params)
+    convert(tmp_path / "m", tmp_path / "int8", quantization="int8")
+    assert_equal_trees(load_checkpoint(tmp_path / "int8").params, quantize_params(params, Quantization(False)))
+    with pytest.raises(ValueError, match="quantization: got 'int8' with format='safetensors', expected None"):
+        convert(tmp_path / "m", tmp_path / "hf", quantization="int8", format="safetensors")
 
 
 def test_large_arrays_are_stored_in_pieces(tmp_path, monkeypatch):
@@ -289,7 +308,7 @@ def test_what_cannot_be_written_as_safetensors(tmp_path):
         export_hf(tmp_path / "hf", model.config, params)
     model, params = model_of()
     with pytest.raises(ValueError, match=r"dtype: got \['float32', 'int8'\], expected one of float32"):
-        export_hf(tmp_path / "hf", model.config, quantised(params))
+        export_hf(tmp_path / "hf", model.config, quantize_params(params, Quantization(False)))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -354,6 +373,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+from pagedjax.models.config import Quantization
 from pagedjax.models.decoder import CausalLM
 from pagedjax.models.load import load_checkpoint
 from pagedjax.models.orbax_checkpoint import save
@@ -385,6 +405,15 @@ def check(params, placement):
 for name in ("saved", "hf", "m.gguf"):
     check(load_checkpoint(work / name, sharding=columns).params, columns)
     check(load_checkpoint(work / name, sharding=rows).params, rows)
+
+int8 = load_checkpoint(work / "hf", sharding=columns, quantization=Quantization(embeddings=True)).params
+save(work / "int8", model, int8)
+for params in (int8, load_checkpoint(work / "int8", sharding=columns).params):
+    up = params["layers_0"]["mlp"]["up_proj"]
+    assert up["kernel"].sharding.is_equivalent_to(columns(("kernel",), (64, 96)), 2)
+    assert up["scale"].sharding.is_equivalent_to(NamedSharding(wide, P("model")), 1)
+    assert params["embed_tokens"]["scale"].sharding.is_equivalent_to(NamedSharding(wide, P()), 1)
+    assert np.isfinite(model.apply({"params": params}, token_ids)).all()
 
 meshed = load_checkpoint(work / "saved", sharding=columns).params
 assert meshed["norm"]["scale"].sharding.num_devices == 8
@@ -600,6 +629,10 @@ BAD_JSON = {
     "ids that are none": (
         lambda raw: json.dumps(raw | {"config": raw["config"] | {"eos_token_ids": [7, "x"]}}),
         rf"{MESSAGE}.eos_token_ids\[1\]: got 'x', expected of type int",
+    ),
+    "a number for a bool": (
+        lambda raw: json.dumps(raw | {"quantization": {"embeddings": 1}}),
+        "quantization.embeddings: got 1, expected of type bool",
     ),
     "a value out of range": (
         lambda raw: json.dumps(raw | {"config": raw["config"] | {"vocab_size": 0}}),

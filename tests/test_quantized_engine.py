@@ -14,8 +14,9 @@ from tiny_models import save_tiny, tiny, write_gguf
 
 import pagedjax
 from pagedjax.llm import LLM
+from pagedjax.models.config import Quantization
 from pagedjax.models.decoder import CausalLM
-from pagedjax.models.quantization import Quantization, is_quantized, quantize_params
+from pagedjax.models.quantization import is_quantized, quantize_params
 
 INT8: dict[str, Any] = {"quantization": "int8"}
 INT8_ALL: dict[str, Any] = {"quantization": "int8", "quantize_embeddings": True}

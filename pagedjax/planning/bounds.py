@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import bytes_per_block
-from pagedjax.models.config import ModelConfig
-from pagedjax.models.quantization import Quantization, is_to_quantize, quantized_bytes
+from pagedjax.models.config import ModelConfig, Quantization
+from pagedjax.models.quantization import is_to_quantize, quantized_bytes
 from pagedjax.models.weights import expected_tensors, parameter_shapes
 from pagedjax.planning.memory import Memory
 from pagedjax.sampling.rows import PROMPT_LOGPROBS_ROWS

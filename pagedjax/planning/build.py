@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pagedjax.models.config import check_float_dtype
+from pagedjax.models.config import Quantization, check_float_dtype
 from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.load import Header, read_header
 from pagedjax.models.quantization import float_dtype, quantization_in, quantization_of, quantize_params
@@ -61,7 +61,9 @@ def plan_memory(
         header, config = None, model.config
     else:
         header = read_header(model, with_tensors=with_tensors)
-        config = header.config
+        config, stored = header.config, header.quantization
+        if stored is not None:
+            kind = Quantization(embeddings=stored.embeddings or (kind is not None and kind.embeddings))
     if params is not None:
         if kind is not None:  # a copy is to be made; the float arrays in it count too, though they are shared
             params = dict(jax.eval_shape(partial(quantize_params, quantization=kind), params))

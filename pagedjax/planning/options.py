@@ -6,8 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from pagedjax.config import EngineConfig, check_positive_int
-from pagedjax.models.config import ModelConfig
-from pagedjax.models.quantization import Quantization
+from pagedjax.models.config import ModelConfig, Quantization
 from pagedjax.planning.bounds import num_blocks_that_fit, num_swap_blocks_that_fit
 from pagedjax.planning.memory import Memory
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedjax.config import EngineConfig
-from pagedjax.models.quantization import Quantization
+from pagedjax.models.config import Quantization
 from pagedjax.planning.memory import Memory
 
 

@@ -11,8 +11,8 @@ from pagedjax.batch import padding_batch
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, init_kv_cache
 from pagedjax.models import decoder
-from pagedjax.models.config import ModelConfig
-from pagedjax.models.quantization import Quantization, quantize_params
+from pagedjax.models.config import ModelConfig, Quantization
+from pagedjax.models.quantization import quantize_params
 from pagedjax.models.weights import expected_tensors
 from pagedjax.planning.bounds import CPU_HEAD_ROWS
 from pagedjax.sampling.rows import sample_rows
