@@ -71,6 +71,10 @@ class EngineConfig:
         for window in self.windows:
             if window is not None:
                 check_positive_int("windows", window)
+        if self.num_blocks < len(self.windows):
+            raise ValueError(
+                f"num_blocks must be at least {len(self.windows)}, one for each group of layers, got {self.num_blocks}"
+            )
         if type(self.num_swap_blocks) is not int or self.num_swap_blocks:
             check_positive_int("num_swap_blocks", self.num_swap_blocks)
         aging: Any = self.priority_aging_s if isinstance(self.priority_aging_s, Real) else 0
@@ -156,6 +160,17 @@ class EngineConfig:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a sequence holds at a time on its way to `num_tokens` tokens with KV."""
         return self._num_blocks_in(self.table_len(num_tokens))
+
+    def num_blocks_for_requests(self, num_requests: int, num_tokens: int) -> int:
+        """Most blocks that so many sequences hold together on their way to `num_tokens` tokens with KV each: windows
+        hold a chunk beside what they see, and all of them share one budget."""
+        length, grown = self.table_len(num_tokens), 1 + self.table_len(self.num_decode_steps)
+        total = 0
+        for window, most in zip(self.windows, self._most_in_rows, strict=True):
+            seen = length if window is None else self.table_len(window - 1)
+            each = num_requests * min(length, most)
+            total += each if window is None else min(each, num_requests * min(length, seen + grown) + most - seen)
+        return total
 
     def num_own_blocks_for(self, num_tokens: int, num_shared_tokens: int) -> int:
         """The same, for a sequence that shares the blocks of its first tokens with others: those for it alone. One at

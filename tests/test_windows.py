@@ -1,5 +1,6 @@
 """Groups of layers and their windows on the host: what is given up, what is found again, and what is counted."""
 
+import random
 from typing import Any
 
 import pytest
@@ -143,6 +144,43 @@ def test_no_sequence_ever_holds_more_than_is_counted(windows, budget):
             assert len(table.blocks) <= config.num_blocks_for(num_tokens)
 
 
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (10, 10, None), (1,), (24, None)])
+@pytest.mark.parametrize("budget", [8, 40])
+def test_as_many_requests_as_are_counted_run_at_once(windows, budget):
+    """Admitted together, and none is preempted; one more would need more."""
+    rng = random.Random(f"{windows} {budget}")
+    for _ in range(6):
+        num_prompt, num_outputs = rng.randint(1, 40), rng.randint(30, 60)
+        options: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": budget, "max_model_len": 100}
+        options |= {"num_decode_steps": rng.choice([1, 3]), "enable_prefix_caching": False}
+        count = rng.randint(1, 8)
+        config = fake_engine(windows=windows, **options).config
+        num_tokens = num_prompt + num_outputs - 1
+        num_blocks = config.num_blocks_for_requests(count, num_tokens) + (count - 1) * len(windows)
+        engine = fake_engine(num_blocks, windows=windows, **options)
+        for i in range(count):
+            engine.add_request([1 + i] * num_prompt, greedy(num_outputs))
+        most_running = 0
+        while engine.has_unfinished():
+            engine.step()
+            most_running = max(most_running, engine.stats().num_running)
+        assert engine.stats().num_preemptions == 0
+        assert most_running == count or num_outputs < count * -(-num_prompt // (budget - count + 1))
+
+
+def test_windows_share_one_budget():
+    """As many as fit: what the window of each sees, and one chunk, not one for each."""
+    config = config_with((None, 6), num_blocks=1000, max_num_batched_tokens=64, max_num_seqs=16)
+    assert config.num_blocks_for_requests(1, 40) == config.num_blocks_for(40) == 20
+    assert config.num_blocks_for_requests(8, 40) == 8 * 10 + 8 * (2 + 2) + 17
+    assert config_with((None,)).num_blocks_for_requests(8, 40) == 80
+
+
+def test_a_pool_without_a_block_for_each_group_is_refused():
+    with pytest.raises(ValueError, match="num_blocks must be at least 2, one for each group of layers, got 1"):
+        EngineConfig(num_blocks=1, max_model_len=8, windows=(None, 4))
+
+
 def test_a_window_fits_texts_of_any_length():
     assert config_with((None,)).max_seq_len == 20 * 4 + 1
     assert config_with((6,)).max_seq_len == 400
@@ -210,8 +248,10 @@ def test_a_pinned_prefix_is_found_at_its_last_full_block():
     for length in range(12, 30):
         engine = fake_engine(num_blocks=60, windows=(5, None), max_num_batched_tokens=3, max_num_seqs=2)
         prompt = [*range(1, length + 1)]
-        engine.pin(prompt)
+        pinned = engine.pin(prompt)
         run(engine)
+        held = [sum(block != NULL_BLOCK for block in row) for row in pinned.block_table.rows]
+        assert held[0] <= 2, "of the window's row what is seen from the last full block on"
         assert ask(engine, [*prompt, 31, 30]) >= length // 4 * 4
 
 

@@ -55,26 +55,45 @@ class PrefixCache:
         num_blocks = max_tokens // self.block_size
         self._extend_names(request.block_names, request.token_ids, num_blocks)
         names = request.block_names[:num_blocks]
-        found: list[list[int]] = []
-        while len(found) < len(self.windows):
-            row, num_known = self._find_row(names, len(found))
-            if num_known == len(names):
-                found.append(row)
-            else:  # and those before it have to do with less, too
-                found, names = [], names[:num_known]
-        return found
+        rows: dict[int, list[int]] = {}
+        for group, window in enumerate(self.windows):
+            if window is None:
+                rows[group] = self._known(names, group)
+                del names[len(rows[group]) :]
+        num_blocks = len(names)
+        windows = [group for group in range(len(self.windows)) if group not in rows]
+        while (num_reached := self._reached(names, num_blocks, windows)) < num_blocks:
+            num_blocks = num_reached
+        return [
+            rows[group][:num_blocks] if group in rows else self._seen(names, num_blocks, group)
+            for group in range(len(self.windows))
+        ]
 
-    def _find_row(self, names: Sequence[bytes], group: int) -> tuple[list[int], int]:
-        """A group's blocks under these names; and how many of the names are worth another try, all if it has them."""
-        row = [NULL_BLOCK] * len(names)
-        first = first_seen(len(names) * self.block_size, self.windows[group], self.block_size)
-        # Without a window the first that is missing decides, with one the last.
-        indices = range(len(names)) if self.windows[group] is None else range(len(names) - 1, first - 1, -1)
-        for i in indices:
-            if (block := self.allocator.find(_name_in(group, names[i]))) is None:
-                return [], i
-            row[i] = block
-        return row, len(names)
+    def _known(self, names: Sequence[bytes], group: int) -> list[int]:
+        """A group's blocks under the first of these names, up to one that it does not know."""
+        row = []
+        for name in names:
+            if (block := self.allocator.find(_name_in(group, name))) is None:
+                break
+            row.append(block)
+        return row
+
+    def _reached(self, names: Sequence[bytes], num_blocks: int, groups: Sequence[int]) -> int:
+        """How many of the first `num_blocks` blocks somebody can go on from, for all that each of these groups with a
+        window knows by itself. Every name is looked up once, but for a window's length of them."""
+        for group in groups:
+            window, i = self.windows[group], num_blocks
+            while i > first_seen(num_blocks * self.block_size, window, self.block_size):
+                i -= 1
+                if self.allocator.find(_name_in(group, names[i])) is None:
+                    num_blocks = i
+        return num_blocks
+
+    def _seen(self, names: Sequence[bytes], num_blocks: int, group: int) -> list[int]:
+        """A group's blocks as far as its window sees them behind `num_blocks` blocks, all of which it knows."""
+        first = first_seen(num_blocks * self.block_size, self.windows[group], self.block_size)
+        found = (self.allocator.find(_name_in(group, name)) for name in names[first:num_blocks])
+        return [NULL_BLOCK] * first + [block or NULL_BLOCK for block in found]
 
     def publish(self, request: Request) -> None:
         """Makes a request's full blocks findable. Those whose content another block has too stay without a name."""

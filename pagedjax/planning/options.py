@@ -67,7 +67,7 @@ def decide_options(
     if max_num_batched_tokens is None:
         max_num_batched_tokens = CPU_TOKEN_BUDGET if is_cpu else TOKEN_BUDGET
     config = EngineConfig(
-        num_blocks=num_blocks or 1,
+        num_blocks=num_blocks or len(model.layer_groups.windows),
         block_size=block_size,
         windows=model.layer_groups.windows,
         max_model_len=max_model_len,

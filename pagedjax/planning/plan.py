@@ -1,6 +1,8 @@
 """The memory plan of an engine: numbers, and the table that people read."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pagedjax.config import EngineConfig
@@ -93,30 +95,26 @@ class MemoryPlan:
     def num_blocks_for(self, num_requests: int, context: int) -> int:
         """Blocks with which so many requests of `context` tokens are admitted together and none is ever preempted: the
         last token needs no slot, and each admission leaves everyone who runs room to grow."""
-        return num_requests * (self.blocks_per_request(context) + self._num_to_grow) - self._num_to_grow
+        num_growing = (num_requests - 1) * len(self.config.windows)  # by a block for each group of layers
+        return self.config.num_blocks_for_requests(num_requests, max(1, context - 1)) + num_growing
 
     def blocks_per_request(self, context: int) -> int:
         """Blocks that a request of `context` tokens fills."""
         return self.config.num_blocks_for(max(1, context - 1))
 
-    @property
-    def _num_to_grow(self) -> int:
-        """Blocks that a sequence grows by at a time: one for each group of layers."""
-        return len(self.config.windows)
-
     def max_requests(self, context: int) -> int:
         """How many requests of `context` tokens run at once, without one being preempted."""
         if context > self.config.max_model_len:
             return 0
-        in_pool = (self.config.num_blocks + self._num_to_grow) // (self.blocks_per_request(context) + self._num_to_grow)
-        return min(in_pool, self.config.max_num_running)
+        counts = range(1, self.config.max_num_running + 1)
+        return bisect_right(counts, self.config.num_blocks, key=lambda count: self.num_blocks_for(count, context))
 
     def max_context_for(self, num_requests: int) -> int:
         """The most tokens that each of so many requests can have; 0 if they cannot run at once at all."""
-        blocks = (self.config.num_blocks + self._num_to_grow) // num_requests - self._num_to_grow
-        if blocks < self._num_to_grow or num_requests > self.config.max_num_running:
+        if num_requests > self.config.max_num_running:
             return 0
-        return self.config.max_seq_len_in(blocks)
+        contexts = range(1, self.config.max_model_len + 1)
+        return bisect_right(contexts, self.config.num_blocks, key=partial(self.num_blocks_for, num_requests))
 
     def check(self) -> None:
         """Raises ValueError, with the numbers and with what to change, if the engine does not fit the memory."""
@@ -188,6 +186,9 @@ class MemoryPlan:
         weights = f"{self.num_params / 1e6:,.1f} M in {kind}" + (", there already" * self.weights_in_place)
         per_token = f"{size(self.kv_bytes_per_token)} a token"
         pool = f"{config.num_blocks:,} blocks of {config.block_size} tokens, {per_token}"
+        if config.windows != (None,):
+            shown = ", ".join("all" if window is None else f"{window:,}" for window in config.windows)
+            pool += f"; a block for each group of layers, which see {shown} tokens back"
         step = f"{max(config.mixed_buckets[-1], config.decode_buckets[-1]):,} tokens, {config.max_num_running:,} rows"
         if self.programs:
             step += "; compiled: " + ", ".join(f"{name} {size(value)}" for name, value in self.programs.items())

@@ -78,6 +78,7 @@ class KVStore:
             return
         kept.block_table = request.block_table
         kept.block_table.truncate(request.num_tokens - request.generates)  # the last one's KV is of no use to anyone
+        kept.block_table.give_up_passed()
         self.held[kept] = None
 
     def shorten(self, held: HeldKV, num_tokens: int) -> None:
