@@ -14,6 +14,8 @@ from pagedjax.models.checks import is_count, is_positive, require
 from pagedjax.models.layer_groups import LayerGroups, group_layers
 from pagedjax.models.rope import RopeConfig
 
+MAX_LAYERS, MAX_HEAD_DIM = 10_000, 65_536
+"""Far beyond any model: what a broken file names is refused before lists and arrays of that length are made."""
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 PLAIN_ROPE = RopeConfig()
 CHOICES = {
@@ -126,6 +128,8 @@ class ModelConfig:
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*counts, "head_dim", "max_position_embeddings", "embedding_width"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "an int >= 1")
+        for name, most in (("num_layers", MAX_LAYERS), ("head_dim", MAX_HEAD_DIM)):
+            require(getattr(self, name) <= most, name, getattr(self, name), f"at most {most}")
         divides = self.num_heads % self.num_kv_heads == 0
         require(divides, "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}")
         require(is_positive(self.norm_eps), "norm_eps", self.norm_eps, "a finite number > 0")

@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pagedjax.models.checks import is_finite
 from pagedjax.models.config import ModelConfig, Quantization
 
 CONFIG_NAME = "pagedjax.json"
@@ -30,7 +31,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, Quantization | None]:
     path = folder / CONFIG_NAME
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}, expected an object")
@@ -58,7 +59,7 @@ def _decode(kind: Any, value: Any, field: str) -> Any:
         _require(isinstance(value, list), field, value, "a list")
         return tuple(_decode(args[0], item, f"{field}[{index}]") for index, item in enumerate(value))
     if kind is float:
-        _require(type(value) in (int, float), field, value, "a number")
+        _require(is_finite(value), field, value, "a number, and finite")
         return float(value)
     assert kind in (int, str, bool), f"{field} is a {kind}"
     _require(type(value) is kind, field, value, f"of type {kind.__name__}")

@@ -196,9 +196,11 @@ def rope_from_hf(values: Mapping[str, Any], layer_type: str | None = None) -> Ro
     rope = _merged(values, layer_type)
     rope_type = rope["rope_type"]
     # As in transformers: "dynamic" counts from the model's own length, and a length beside rope wins (Phi-3).
-    original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    if rope_type in ("yarn", "longrope") and original is not None:
-        require(is_count(original), "original_max_position_embeddings", original, "an int >= 1")
+    original: Any = values.get("original_max_position_embeddings")
+    original = rope.get("original_max_position_embeddings") if original is None else original
+    known = original is None or is_count(original)
+    require(known, "original_max_position_embeddings", original, "an int >= 1")
+    if rope_type == "longrope" and original is not None:
         rope.setdefault("factor", max_length / original)
     original = max_length if original is None or rope_type == "dynamic" else original
     required, optional = _KEYS[rope_type]
@@ -252,9 +254,10 @@ _FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_s
 
 def _merged(values: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
     """All that a file says of rope in one flat dict without nulls, with a known `rope_type`."""
-    scaling, parameters = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
+    both: list[Any] = [values.get(name) for name in ("rope_scaling", "rope_parameters")]
+    scaling, parameters = ({} if value is None else value for value in both)
     for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        require(isinstance(value, Mapping), name, value, "an object")
+        require(isinstance(value, Mapping), name, value, "an object, or null")
     if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
         parameters = parameters[layer_type]
     for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):

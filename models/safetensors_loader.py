@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} is missing in {path.parent}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")
@@ -50,7 +50,8 @@ def shard_names(folder: Path) -> dict[str, frozenset[str]]:
     if not (folder / INDEX_NAME).is_file():
         return {SINGLE_NAME: _names_in(folder / SINGLE_NAME)}
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    known = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+    if not (known and weight_map):
         raise ValueError(f"{folder / INDEX_NAME} has no weight_map from tensor names to file names")
     shards: dict[str, frozenset[str]] = {}
     for file in sorted(set(weight_map.values())):

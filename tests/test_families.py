@@ -403,7 +403,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "rope_parameters: got .* an object",
     ),
     "no pattern": ("Gemma 3", {"sliding_window_pattern": 0}, "sliding_window_pattern: got 0"),
+    "a rope for other layers": ("Gemma 3", {"rope_parameters": {"sliding": {}}}, "rope_parameters: got .*'sliding'"),
+    "rope_parameters of text": ("Gemma 3", {"rope_parameters": ""}, "rope_parameters: got '', expected an object"),
     "too few layer types": ("Gemma 2", {"layer_types": ["sliding_attention"]}, "one for each of the 4 layers"),
+    "no window in Gemma 2": ("Gemma 2", {"sliding_window": None}, "sliding_window: got None, expected an int >= 1"),
+    "no window in Gemma 3": ("Gemma 3", {"sliding_window": None}, "sliding_window: got None, expected an int >= 1"),
+    "the outer object quantised": (
+        "Gemma 3",
+        {"model_type": "gemma3", "text_config": CASES["Gemma 3"], "quantization_config": {"quant_method": "awq"}},
+        "quantization_config: got .*awq",
+    ),
+    "another text model": (
+        "Gemma 3",
+        {"model_type": "gemma3", "text_config": {**CASES["Gemma 3"], "model_type": "gemma2"}},
+        "text_config.model_type: got 'gemma2', expected gemma3_text",
+    ),
+    "layers of GPT-2": ("GPT-2", {"n_layer": 10**9}, "n_layer: got 1000000000, expected at most 10000"),
+    "layers of Gemma 3": ("Gemma 3", {"num_hidden_layers": 10**9}, "num_hidden_layers: got 10+, expected at most"),
+    "a width beyond floats": ("Gemma", {"hidden_size": 10**400}, "hidden_size: got 10+, expected an int >= 1, of 64"),
+    "heads beyond memory": ("Gemma", {"head_dim": 10**9}, "head_dim: got 1000000000, expected at most 65536"),
+    "a cap beyond floats": ("Gemma 2", {"final_logit_softcapping": 10**400}, "final_logit_softcapping: got 10+, exp"),
     "activation": ("Gemma 2", {"hidden_activation": "quick_gelu"}, "hidden_activation: got 'quick_gelu'"),
     "no text_config": ("Gemma 3", {"model_type": "gemma3"}, "text_config: got None, expected an object"),
     "cross attention": ("GPT-2", {"add_cross_attention": True}, "add_cross_attention: got True"),
@@ -424,6 +443,33 @@ def test_what_is_not_implemented_is_refused(name, changes, message):
         config_from_hf({**CASES[name], **changes})
 
 
+@pytest.mark.parametrize("key", ["rope_theta", "rope_local_base_freq"])
+@pytest.mark.parametrize("value", [0, False, "", {}, 10**400])
+def test_gemma_3_takes_its_own_theta_for_null_alone(key, value):
+    raw = {**CASES["Gemma 3"], key: None}
+    config = config_from_hf(raw)
+    assert config.local_rope is not None
+    theta = config.rope.theta if key == "rope_theta" else config.local_rope.theta
+    assert theta == {"rope_theta": 1e6, "rope_local_base_freq": 1e4}[key]
+    with pytest.raises(ValueError, match=f"{key}: got "):
+        config_from_hf({**raw, key: value})
+
+
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [True, False, ...])
+def test_the_outer_object_says_whether_the_head_is_tied(outer, inner):
+    """As transformers, which does not look at the text model's; its default is true."""
+    raw = {"model_type": "gemma3", "text_config": {**CASES["Gemma 3"], "tie_word_embeddings": inner}}
+    given = {} if outer is ... else {"tie_word_embeddings": outer}
+    assert config_from_hf({**raw, **given}).tie_word_embeddings == (outer is not False)
+
+
+def test_a_fused_tensor_without_dimensions_is_named(tmp_path):
+    tensors = {"transformer.h.0.attn.c_attn.weight": np.array(1.0, np.float32)}
+    with pytest.raises(ValueError, match=r"not used: transformer\.h\.0\.attn\.c_attn\.weight \[\]"):
+        load_checkpoint(save_folder(tmp_path, GPT2, tensors))
+
+
 @each_case
 def test_no_value_of_a_config_ends_in_another_error(name):
     """Whatever stands in a file: read, or refused with a ValueError."""
@@ -431,7 +477,7 @@ def test_no_value_of_a_config_ends_in_another_error(name):
     more = ("eos_token_id", "dtype", "layer_types", "rope_parameters", "hidden_act", "activation_function", "n_inner")
     num_refused = 0
     for key in {*CASES[name], *more, *_HF_FLAGS}:
-        for value in (None, "x", "1", [], {}, [None], -1, 0, True, 2.5, float("nan")):
+        for value in (None, "x", "1", [], {}, [None], -1, 0, True, 2.5, float("nan"), 10**9, 10**400):
             try:
                 config_from_hf({**CASES[name], key: value})
             except ValueError:

@@ -214,7 +214,7 @@ def test_tied_with_another_head_in_the_file_uses_the_embedding(tmp_path):
 def test_untied_without_a_head_is_an_error(tmp_path):
     tensors = random_tensors(config_from_hf(tiny()))
     del tensors["lm_head.weight"]
-    with pytest.raises(ValueError, match=r"missing: lm_head.weight \[64, 96\]"):
+    with pytest.raises(ValueError, match=r"missing: lm_head.weight \[96, 64\]"):
         load_checkpoint(save_folder(tmp_path, tiny(), tensors))
 
 
@@ -321,6 +321,9 @@ BROKEN = {
     "no weights": ("model.safetensors", None, "model.safetensors is missing"),
     "weights cut off": ("model.safetensors", "\x08", "model.safetensors is not a valid safetensors file"),
     "index without a map": ("model.safetensors.index.json", "{}", "no weight_map"),
+    "index of nothing": ("model.safetensors.index.json", '{"weight_map": {}}', "no weight_map"),
+    "config without end": ("config.json", '{"a": ' * 100_000, "config.json is not valid JSON"),
+    "pagedjax.json without end": ("pagedjax.json", "[" * 100_000, "pagedjax.json is not valid JSON"),
 }
 
 
@@ -390,8 +393,21 @@ UNSUPPORTED = {
     ),
     "too few types of layers": (
         {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"]},
-        r"layer_windows: got \(8,\), expected one for each of the 2 layers",
+        r"layer_types: got \['sliding_attention'\], expected one for each of the 2 layers",
     ),
+    "too many types of layers": (
+        {"model_type": "qwen3", "layer_types": ["full_attention"] * 3},
+        "layer_types: got .*, expected one for each of the 2 layers",
+    ),
+    "a window that is switched off": (  # transformers takes the config and raises in the model's first call
+        {"model_type": "qwen2", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+        "sliding_window: got None, expected an int >= 1 that is in use, as layer_types has sliding_attention",
+    ),
+    "max_window_layers true": ({"model_type": "qwen2", "max_window_layers": True}, "max_window_layers: got True"),
+    "max_window_layers -1": ({"model_type": "qwen3", "max_window_layers": -1}, "max_window_layers: got -1, expected"),
+    "too many layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000, expected at most 10000"),
+    "eps beyond floats": ({"rms_norm_eps": 10**400}, "rms_norm_eps: got 10+, expected a finite number > 0"),
+    "length beyond floats": ({"max_position_embeddings": 10**400}, "max_position_embeddings: got 10+, expected an"),
     "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     "heads": ({"num_key_value_heads": 3}, "num_kv_heads: got 3, expected a divisor of num_heads = 4"),
     "odd head_dim": ({"head_dim": 15}, "head_dim: got 15, expected an even number"),
@@ -417,6 +433,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
         (None, 8),
     ),
     "qwen2 switched off": ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8}, ()),
+    "qwen2 null": ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": None}, ()),
     "qwen2 no such layer": (
         {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
         (),

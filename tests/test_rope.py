@@ -96,6 +96,12 @@ REFUSED = {
     "odd share": ({"partial_rotary_factor": 0.35}, r"partial_rotary_factor: got .*0.35 of head_dim = 16.*even number"),
     "factor 0": ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": 0}}, "factor: got 0"),
     "text": ({"rope_theta": "500"}, "rope_theta: got '500'"),
+    "beyond floats": ({"rope_theta": 10**400}, "rope_theta: got 10+, expected a finite number"),
+    "original 0 beside it": (
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 0},
+        "original_max_position_embeddings: got 0, expected an int >= 1",
+    ),
+    "original 0 of no use": ({"original_max_position_embeddings": 0}, "original_max_position_embeddings: got 0"),
     "order": ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor"),
 }
 
@@ -190,6 +196,7 @@ HALF_GIVEN = {
     "linear": ({"rope_type": "linear"}, "factor beside it"),
     "dynamic": ({"rope_type": "dynamic", "factor": None}, "factor beside it"),
     "yarn": ({"rope_type": "yarn", "beta_fast": 32}, "factor beside it"),
+    "yarn, original": ({"rope_type": "yarn", "original_max_position_embeddings": 64}, "factor beside it"),
     "longrope": ({"rope_type": "longrope", "long_factor": [1.0] * 8}, "short_factor beside it"),
     "no type": ({"factor": 2.0}, r"rope values: got \['factor'\], expected only what rope_type 'default' knows"),
     "another type's": ({"rope_type": "linear", "factor": 2.0, "beta_fast": 32.0}, "rope values: got .*beta_fast"),
@@ -284,3 +291,10 @@ def test_unclear_rope_of_gguf_files_is_refused(metadata, message):
 @pytest.mark.parametrize("none", [None, {}, ...])
 def test_no_scaling(none):
     assert config_from_hf(tiny(rope_scaling=none, rope_theta=300.0)).rope == RopeConfig(theta=300.0)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("value", ["", 0, False, []])
+def test_scaling_is_an_object_or_null(key, value):
+    with pytest.raises(ValueError, match=f"{key}: got .*, expected an object, or null"):
+        config_from_hf(tiny(**{key: value}))

@@ -29,19 +29,27 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     model_type: Any = raw.get("model_type") or ""
     require(isinstance(model_type, str), "model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
     family = family_of(model_type)
-    if model_type in family.text_models:  # the text model inside one of text and images
-        inner = raw.get("text_config")
-        require(isinstance(inner, Mapping), "text_config", inner, "an object")
-        shared = {key: value for key, value in raw.items() if key in ("dtype", "torch_dtype", "eos_token_id")}
-        raw = {**shared, **(inner or {}), "model_type": family.text_models[model_type]}
-        return config_from_hf(raw)
     method = raw.get("quantization_config")
     require(method is None, "quantization_config", method, "none: quantised safetensors are not read")
+    if model_type in family.text_models:  # the text model inside one of text and images
+        return config_from_hf(_text_config(raw, model_type, family.text_models[model_type]))
     values, aliases = _transformers_defaults(model_type)
     values |= {aliases.get(key, key): value for key, value in raw.items()}
     values["eos_token_id"] = raw.get("eos_token_id")
     values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     return family.read_config(values)
+
+
+def _text_config(raw: Mapping[str, Any], model_type: str, text_type: str) -> dict[str, Any]:
+    """The config of the text model in one of text and images, with what the outer object says for both."""
+    inner: Any = raw.get("text_config")
+    require(isinstance(inner, Mapping), "text_config", inner, "an object")
+    given = inner.get("model_type")
+    require(given in (None, text_type), "text_config.model_type", given, text_type)
+    shared = {key: value for key, value in raw.items() if key in ("dtype", "torch_dtype", "eos_token_id")}
+    defaults, _ = _transformers_defaults(model_type)
+    tied = raw.get("tie_word_embeddings", defaults["tie_word_embeddings"])  # the head is the outer model's
+    return {**shared, **inner, "model_type": text_type, "tie_word_embeddings": tied}
 
 
 def _transformers_defaults(model_type: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from pagedjax.models.checks import is_count, require
-from pagedjax.models.config import ModelConfig, as_token_ids, head_dim_or_default
+from pagedjax.models.config import MAX_LAYERS, ModelConfig, as_token_ids, head_dim_or_default
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -75,7 +75,7 @@ class Family:
                     break
             stem, _, leaf = name.rpartition(".")
             parts = next((parts for module, parts in self.fused.items() if stem.endswith(module)), ())
-            if parts and array.shape[-1] % len(parts) == 0:
+            if parts and array.ndim and array.shape[-1] % len(parts) == 0:
                 pieces = np.split(array, len(parts), axis=-1)
                 yield from ((f"{stem}[{part}].{leaf}", piece) for part, piece in zip(parts, pieces, strict=True))
                 del pieces
@@ -93,7 +93,7 @@ def sizes(values: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": values["model_type"],
         "vocab_size": count(values, "vocab_size"),
         "hidden_size": hidden_size,
-        "num_layers": count(values, "num_hidden_layers"),
+        "num_layers": layer_count(values),
         "num_heads": num_heads,
         "num_kv_heads": count(values, "num_key_value_heads") if has_kv_heads else num_heads,
         "head_dim": head_dim_or_default(head_dim, hidden_size, num_heads),
@@ -113,8 +113,15 @@ def activation(values: Mapping[str, Any], key: str) -> str:
 
 def count(values: Mapping[str, Any], key: str) -> int:
     """A value that is an int of at least 1; ValueError otherwise."""
-    require(is_count(values[key]), key, values[key], "an int >= 1")
+    require(is_count(values[key]), key, values[key], "an int >= 1, of 64 bits at most")
     return values[key]
+
+
+def layer_count(values: Mapping[str, Any], key: str = "num_hidden_layers") -> int:
+    """The number of layers, small enough that lists of one entry each can be made; ValueError otherwise."""
+    num_layers = count(values, key)
+    require(num_layers <= MAX_LAYERS, key, num_layers, f"at most {MAX_LAYERS}")
+    return num_layers
 
 
 def flag(values: Mapping[str, Any], key: str) -> bool:
@@ -123,11 +130,15 @@ def flag(values: Mapping[str, Any], key: str) -> bool:
     return bool(values[key])
 
 
-def windows_of(layer_types: Any, window: Any) -> tuple[int | None, ...]:
+def windows_of(layer_types: Any, window: Any, num_layers: int) -> tuple[int | None, ...]:
     """`layer_windows` from `layer_types`, a list with a name for each layer, and `sliding_window`; empty if no layer
-    has one."""
+    has one. ValueError when a layer should have one and there is none."""
     require(window is None or is_count(window), "sliding_window", window, "an int >= 1, or null")
     known = isinstance(layer_types, list | tuple) and all(name in LAYER_TYPES for name in layer_types)
     require(known, "layer_types", layer_types, f"a list of {' and '.join(LAYER_TYPES)}")
+    fits = len(layer_types) == num_layers
+    require(fits, "layer_types", layer_types, f"one for each of the {num_layers} layers")
+    lacking = window is None and "sliding_attention" in layer_types
+    require(not lacking, "sliding_window", window, "an int >= 1 that is in use, as layer_types has sliding_attention")
     windows = tuple(window if name == "sliding_attention" else None for name in layer_types)
     return windows if any(window is not None for window in windows) else ()

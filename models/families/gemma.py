@@ -11,7 +11,7 @@ from typing import Any
 
 from pagedjax.models.checks import as_float, is_count, require
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.families.family import Family, activation, count, flag, sizes, windows_of
+from pagedjax.models.families.family import LAYER_TYPES, Family, activation, count, flag, layer_count, sizes, windows_of
 from pagedjax.models.rope import RopeConfig, rope_from_hf
 
 THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
@@ -55,13 +55,15 @@ def _gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
     cap = values["attn_logit_softcapping"]
     require(cap is None, "attn_logit_softcapping", cap, "null: Gemma 3 has none, and transformers ignores it")
     pattern = count({"sliding_window_pattern": 6, **values}, "sliding_window_pattern")
-    ropes = values.get("rope_parameters") or {}
-    nested = isinstance(ropes, Mapping) and all(rope is None or isinstance(rope, Mapping) for rope in ropes.values())
+    ropes: Any = {} if values.get("rope_parameters") is None else values["rope_parameters"]
+    nested = isinstance(ropes, Mapping) and all(
+        kind in LAYER_TYPES and (rope is None or isinstance(rope, Mapping)) for kind, rope in ropes.items()
+    )
     require(nested, "rope_parameters", ropes, "an object for full_attention and one for sliding_attention")
-    whole = {**values, "rope_theta": values.get("rope_theta") or THETA}
+    whole = {**values, "rope_theta": _theta(values, "rope_theta", THETA)}
     local = {
         "max_position_embeddings": values["max_position_embeddings"],
-        "rope_theta": values.get("rope_local_base_freq") or LOCAL_THETA,
+        "rope_theta": _theta(values, "rope_local_base_freq", LOCAL_THETA),
     }
     return {
         **_two_kinds_of_layers(values, every=pattern),
@@ -72,17 +74,21 @@ def _gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _two_kinds_of_layers(values: Mapping[str, Any], every: int) -> dict[str, Any]:
     """What Gemma 2 and 3 share; each `every`th layer has no window, unless the file lists the layers."""
-    layer_types, num_layers = values["layer_types"], count(values, "num_hidden_layers")
+    layer_types, num_layers = values["layer_types"], layer_count(values)
     if layer_types is None:
         layer_types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
     scalar = as_float("query_pre_attn_scalar", values["query_pre_attn_scalar"])
     return {
         "norm_placement": "both",
         "activation": activation(values, "hidden_activation"),
-        "layer_windows": windows_of(layer_types, values["sliding_window"]),
+        "layer_windows": windows_of(layer_types, values["sliding_window"], num_layers),
         "attention_scale": scalar**-0.5,
         "final_soft_cap": _soft_cap(values, "final_logit_softcapping"),
     }
+
+
+def _theta(values: Mapping[str, Any], key: str, default: float) -> float:
+    return default if values.get(key) is None else as_float(key, values[key])
 
 
 def _soft_cap(values: Mapping[str, Any], key: str) -> float | None:
@@ -94,7 +100,7 @@ LARGEST = {"gemma2": 46, "gemma3_text": 62}
 
 
 def read_gguf(fields: Mapping[str, Any], read: Callable[[str], Any]) -> dict[str, Any]:
-    model_type, num_layers = fields["model_type"], fields["num_layers"]
+    model_type, num_layers = fields["model_type"], layer_count({"block_count": fields["num_layers"]}, "block_count")
     shared = {
         "norm_offset": True,
         "activation": "gelu_tanh",

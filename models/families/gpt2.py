@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedjax.models.checks import as_float, require
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.families.family import Family, activation, count, flag, sizes
+from pagedjax.models.families.family import Family, activation, count, flag, layer_count, sizes
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:
@@ -17,7 +17,7 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     hidden = count(values, "n_embd")
     names = {
         "hidden_size": hidden,
-        "num_hidden_layers": count(values, "n_layer"),
+        "num_hidden_layers": layer_count(values, "n_layer"),
         "num_attention_heads": count(values, "n_head"),
         "max_position_embeddings": count(values, "n_positions"),
     }

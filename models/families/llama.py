@@ -5,7 +5,7 @@ from typing import Any
 
 from pagedjax.models.checks import as_float, require
 from pagedjax.models.config import ModelConfig
-from pagedjax.models.families.family import Family, activation, count, flag, sizes, windows_of
+from pagedjax.models.families.family import Family, activation, count, flag, layer_count, sizes, windows_of
 from pagedjax.models.rope import rope_from_hf
 
 
@@ -29,16 +29,19 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 
 def _layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
     model_type, window, layer_types = values["model_type"], values.get("sliding_window"), values.get("layer_types")
-    num_layers = count(values, "num_hidden_layers")
+    num_layers = layer_count(values)
     if model_type.startswith("qwen"):
         first: Any = values["max_window_layers"]
-        require(isinstance(first, int), "max_window_layers", first, "an int")
+        require(type(first) is int and first >= 0, "max_window_layers", first, "an int >= 0")
+        window = window if flag(values, "use_sliding_window") else None
         if layer_types is None:
-            layer_types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-        return windows_of(layer_types, window if flag(values, "use_sliding_window") else None)
+            has_window = [window is not None and i >= first for i in range(num_layers)]
+            layer_types = ["sliding_attention" if has else "full_attention" for has in has_window]
+        return windows_of(layer_types, window, num_layers)
     require(layer_types is None, "layer_types", layer_types, f"none: a {model_type} has one type of layer")
     if model_type == "mistral":
-        return windows_of(["sliding_attention"] * num_layers, window)
+        kind = "full_attention" if window is None else "sliding_attention"
+        return windows_of([kind] * num_layers, window, num_layers)
     require(window is None, "sliding_window", window, f"null: a {model_type} has none")
     return ()
 
