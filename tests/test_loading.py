@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
+from tiny_engine import MODEL, tiny_params
 from tiny_models import random_tensors, save_folder, save_tiny, tiny, write_gguf, write_index
 
+from pagedjax.llm import LLM
 from pagedjax.models.config import ModelConfig
+from pagedjax.models.config_file import write_config
 from pagedjax.models.families import config_from_hf
 from pagedjax.models.gguf_loader import iter_gguf_tensors, open_gguf
 from pagedjax.models.load import load_checkpoint
@@ -337,6 +340,15 @@ def test_broken_folders(tmp_path, file, content, message):
         load_checkpoint(folder)
 
 
+def test_a_saved_config_with_a_number_beyond_floats(tmp_path):
+    write_config(tmp_path, config_from_hf(tiny()), None)
+    raw = json.loads((tmp_path / "pagedjax.json").read_text())
+    raw["config"]["norm_eps"] = 10**400
+    (tmp_path / "pagedjax.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="config.norm_eps: got 10+, expected a number, and finite"):
+        load_checkpoint(tmp_path)
+
+
 # --- the config (B43 d, B44)
 
 
@@ -535,3 +547,21 @@ def test_model_config_names_the_field():
         ModelConfig(**{**fields, "vocab_size": -1})
     with pytest.raises(ValueError, match="eos_token_ids"):
         ModelConfig(**{**fields, "eos_token_ids": (-1,)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda params: params.pop("layers_1"), "missing: layers_1/input_layernorm/scale"),
+        (
+            lambda params: params["layers_0"]["mlp"]["up_proj"].update(kernel=jnp.ones((64, 8))),
+            r"wrong shape: layers_0/mlp/up_proj/kernel is \[64, 8\], expected \[64, 96\]",
+        ),
+        (lambda params: params.update(norm={"scale": None}), r"missing: norm/scale \[64\]"),
+    ],
+)
+def test_params_that_are_not_the_models_are_named(change, message):
+    params = jax.tree.map(lambda leaf: leaf, tiny_params())
+    change(params)
+    with pytest.raises(ValueError, match=f"params do not fit the model's llama config: {message}"):
+        LLM(MODEL, params=params, warm_up=False)
