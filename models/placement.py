@@ -52,9 +52,9 @@ def build_params(
             problems.append(f"given twice: {name}")
         elif name in expected:
             path, shape, transpose = expected[name]
-            file_shape = shape[::-1] if transpose else shape
-            if array.shape != file_shape:
-                problems.append(f"wrong shape: {name} is {list(array.shape)}, expected {list(file_shape)}")
+            if array.shape != expected[name].file_shape:
+                expected_shape = list(expected[name].file_shape)
+                problems.append(f"wrong shape: {name} is {list(array.shape)}, expected {expected_shape}")
             elif not problems:  # once something is wrong, only the list of problems is of use
                 where = sharding_for(sharding, path, shape)
                 value = _to_device(array, jnp.dtype(dtype), transpose, where)
@@ -77,7 +77,7 @@ def build_params(
             take(name, array)
             del array  # or it would be in memory beside the next
             gc.collect(0)  # jax lets go of host arrays when garbage is collected
-    problems += [f"missing: {name} {list(spec.shape)}" for name, spec in expected.items() if name not in seen]
+    problems += [f"missing: {name} {list(spec.file_shape)}" for name, spec in expected.items() if name not in seen]
     if problems:
         raise ValueError(f"checkpoint does not fit its {config.model_type} config: " + "; ".join(problems))
     return params

@@ -100,7 +100,7 @@ def eos_token_ids(
 def _check_tools(tools: Any) -> None:
     """Each is {"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}."""
     is_list = isinstance(tools, list | tuple)
-    require(tools is None or is_list, "tools", tools, "a list of functions or None")
+    require(tools is None or is_list, "tools", tools, "a list of tools, each a JSON object, or None")
     for index, tool in enumerate(tools or ()):
         field = f"tools[{index}]"
         require(isinstance(tool, Mapping), field, tool, "an object")

@@ -5,6 +5,7 @@ Face's names. Both loaders (safetensors, GGUF) speak Hugging Face's tensor names
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pagedjax.models.config import ModelConfig
@@ -22,6 +23,11 @@ class ExpectedTensor(NamedTuple):
     """Its shape there."""
     transpose: bool
     """The file holds it as [out, in]; flax kernels are [in, out]."""
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Its shape in the file."""
+        return self.shape[::-1] if self.transpose else self.shape
 
 
 def parameter_shapes(config: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -64,6 +70,24 @@ def parameter_shapes(config: ModelConfig) -> dict[tuple[str, ...], tuple[int, ..
     if not config.tie_word_embeddings:
         linear("lm_head", num_in=config.embedding_width, num_out=config.vocab_size)
     return shapes
+
+
+def check_params(config: ModelConfig, params: Any) -> None:
+    """Raises a ValueError that names every array of the model that a nested dict lacks or has in another shape."""
+    if not isinstance(params, Mapping) or "embed_tokens" not in params:
+        raise ValueError('params: expected the pytree of `load`, or what `model.init` gives under "params"')
+    problems = []
+    for path, shape in parameter_shapes(config).items():
+        leaf: Any = params
+        for key in path:
+            leaf = leaf.get(key) if isinstance(leaf, Mapping) else None
+        name = "/".join(path)
+        if leaf is None:
+            problems.append(f"missing: {name} {list(shape)}")
+        elif tuple(getattr(leaf, "shape", ())) != shape:
+            problems.append(f"wrong shape: {name} is {list(getattr(leaf, 'shape', ()))}, expected {list(shape)}")
+    if problems:
+        raise ValueError(f"params do not fit the model's {config.model_type} config: " + "; ".join(problems))
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:

@@ -18,6 +18,7 @@ from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.load import load_tensors
 from pagedjax.models.quantization import float_dtype, quantize_params
 from pagedjax.models.tokenizer import apply_chat_template
+from pagedjax.models.weights import check_params
 from pagedjax.outputs import CompletionOutput, EngineStats, RequestOutput, ScoreOutput
 from pagedjax.planning.build import plan_memory
 from pagedjax.planning.plan import MemoryPlan
@@ -121,8 +122,7 @@ class LLM:
         if isinstance(model, CausalLM):
             if params is None:
                 raise ValueError("params: a model that is passed as a module needs its params as well")
-            if not isinstance(params, Mapping) or "embed_tokens" not in params:
-                raise ValueError('params: expected the pytree of `load`, or what `model.init` gives under "params"')
+            check_params(model.config, params)
         elif params is not None or tokenizer is not None:
             raise ValueError("params and tokenizer go with a module: a model by name or path brings its own")
         use_compilation_cache()
@@ -378,7 +378,8 @@ class LLM:
 
     def update_params(self, params: Params) -> None:
         """Goes on with other weights of the same form: nothing is compiled or copied, the prefix cache is emptied,
-        pinned prefixes are computed again, and so is the KV of unfinished requests, which keep their tokens."""
+        pinned prefixes are computed again, and so is the KV of unfinished requests, which keep their tokens. An engine
+        in int8 takes float weights as well, and quantises them."""
         with self._shared:
             self.engine.update_params(params)
 

@@ -519,3 +519,19 @@ def test_names_of_tensors():
     }
     for name, tensors in expected.items():
         assert set(tensors) <= set(expected_tensors(config_from_hf(CASES[name])))
+
+
+def test_a_family_that_transformers_does_not_know(monkeypatch):
+    """One file and one line: its own keys, without defaults."""
+    from pagedjax.models import families
+    from pagedjax.models.families.family import Family
+
+    def read_config(values: Any) -> ModelConfig:
+        llama = config_from_hf({**CASES["LLaMA"], "num_hidden_layers": values.get("depth", 1)})
+        return dataclasses.replace(llama, model_type="toylm")
+
+    monkeypatch.setattr(families, "FAMILIES", (*FAMILIES, Family(model_types=("toylm",), read_config=read_config)))
+    monkeypatch.setattr(families, "MODEL_TYPES", (*MODEL_TYPES, "toylm"))
+    config = config_from_hf({"model_type": "toylm", "depth": 3})
+    assert (config.model_type, config.num_layers) == ("toylm", 3)
+    assert "model.layers.2.mlp.up_proj.weight" in expected_tensors(config)

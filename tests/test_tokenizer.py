@@ -528,7 +528,7 @@ def function(**changes):
 
 
 BAD_TOOLS = {
-    "one, not a list": (TOOL, "tools: got .* expected a list of functions or None"),
+    "one, not a list": (TOOL, "tools: got .* expected a list of tools, each a JSON object, or None"),
     "text": ("you", "tools: got 'you', expected a list"),
     "names": (["you"], r"tools\[0\]: got 'you', expected an object"),
     "no type": ([TOOL, {"function": {"name": "you"}}], r"tools\[1\].type: got None, expected 'function'"),

@@ -53,9 +53,12 @@ def _text_config(raw: Mapping[str, Any], model_type: str, text_type: str) -> dic
 
 
 def _transformers_defaults(model_type: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The defaults of its config class, and the other names that the class knows its keys by."""
+    """The defaults of its config class, and the other names that the class knows its keys by; none for a type that
+    transformers does not know."""
     from transformers import CONFIG_MAPPING  # slow to import, and only needed here
 
+    if model_type not in CONFIG_MAPPING:
+        return {}, {}
     config_class = CONFIG_MAPPING[model_type]
     fields = dataclasses.fields(config_class)
     defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
