@@ -345,7 +345,7 @@ def test_a_saved_config_with_a_number_beyond_floats(tmp_path):
     raw = json.loads((tmp_path / "pagedjax.json").read_text())
     raw["config"]["norm_eps"] = 10**400
     (tmp_path / "pagedjax.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="config.norm_eps: got 10+, expected a number, and finite"):
+    with pytest.raises(ValueError, match=r"config\.norm_eps: got 10+, expected a number, and finite"):
         load_checkpoint(tmp_path)
 
 
