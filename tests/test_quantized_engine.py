@@ -8,16 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmark_scripts import load
 from test_runner import counting_compiles
 from tiny_engine import CONFIG, MODEL, greedy, prompt_of, tiny_llm, tiny_params, unchecked_llm
-from tiny_models import save_tiny, tiny, write_gguf
+from tiny_models import random_tensors, save_tiny, tiny, write_gguf
 
 import pagedjax
 from pagedjax.llm import LLM
 from pagedjax.models.config import Quantization
 from pagedjax.models.decoder import CausalLM
+from pagedjax.models.families import config_from_hf
+from pagedjax.models.placement import build_params
 from pagedjax.models.quantization import is_quantized, quantize_params
 
+CASES: dict[str, dict[str, Any]] = load("model_parity").CASES
 INT8: dict[str, Any] = {"quantization": "int8"}
 INT8_ALL: dict[str, Any] = {"quantization": "int8", "quantize_embeddings": True}
 KINDS = pytest.mark.parametrize("options", [INT8, INT8_ALL], ids=["kernels", "embeddings too"])
@@ -110,6 +114,20 @@ def test_every_family_runs_in_int8(changes, dtype, tmp_path):
         logits: Any = model.apply({"params": params}, ids)
         assert logits.dtype == jnp.float32
         assert 1e-4 < np.linalg.norm(np.asarray(logits) - exact) / np.linalg.norm(exact) < 0.1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_kinds_of_decoders_are_near_themselves_in_int8(name):
+    """Layer norms, biases, learned positions, projections, windows: whatever a family has."""
+    config = config_from_hf(CASES[name])
+    params = build_params(config, random_tensors(config).items(), "float32")
+    ids = jnp.asarray([np.random.default_rng(0).integers(3, 96, 40).tolist()], jnp.int32)
+    model = CausalLM(config)
+    exact, near = (
+        np.asarray(jax.jit(model.apply)({"params": each}, ids))
+        for each in (params, quantize_params(params, Quantization(embeddings=True)))
+    )
+    assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 0.15
 
 
 @KINDS
