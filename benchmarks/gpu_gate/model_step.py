@@ -2,6 +2,7 @@
 the host, and what brings swapped blocks back."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ from pagedjax.blocks.host_pool import TILE, scatter_tile
 from pagedjax.config import EngineConfig
 from pagedjax.kv_cache import KVCache, bytes_per_block, init_kv_cache
 from pagedjax.model_input import ModelInput
-from pagedjax.models.config import ModelConfig
+from pagedjax.models.config import ModelConfig, Quantization
 from pagedjax.models.decoder import CausalLM, Params, paged_step, read_out
+from pagedjax.models.quantization import quantize_params
 from pagedjax.sampling.decode_loop import DecodeRows, build_decode_rows, decode_in_loop
 from pagedjax.sampling.sampler import sample
 
@@ -32,6 +34,9 @@ def step_cases() -> list[Case]:
         step("step, mixed, 512 tokens", num_tokens=512, max_query_len=512),
         step("step in XLA, decode, 64 rows", num_tokens=64, max_query_len=1, implementation="xla"),
         step("step, decodes in a loop, 64 rows", num_tokens=64, max_query_len=1, num_decodes=4),
+        step(
+            "step in int8, decode, 64 rows", num_tokens=64, max_query_len=1, quantization=Quantization(embeddings=False)
+        ),
         step("step with windows, decode, 64 rows", model=GEMMA_2_9B, num_tokens=64, max_query_len=1),
         step("step with windows, mixed, 512 tokens", model=GEMMA_2_9B, num_tokens=512, max_query_len=512),
         swap_in("blocks swapped in"),
@@ -46,6 +51,7 @@ def step(
     implementation: str = "pallas_triton",
     model: ModelConfig = LLAMA_3_8B,
     num_decodes: int = 1,
+    quantization: Quantization | None = None,
 ) -> Case:
     """One step as the engine runs it, or several decodes as one, the pool donated."""
     config = model
@@ -63,6 +69,8 @@ def step(
         return tokens, kv_cache
 
     params, kv_cache = _abstract_params(config), _abstract_pool(config)
+    if quantization is not None:
+        params = dict(jax.eval_shape(partial(quantize_params, quantization=quantization), params))
     batch = padding_batch(replace(ENGINE, windows=config.layer_groups.windows), num_tokens, max_query_len)
     num_rows = len(batch.logits_indices)
     embedding = num_bytes(params["embed_tokens"])  # of which a step reads a row per token
