@@ -9,6 +9,7 @@ logits, against transformers in float32 on the same rounded weights, with transf
 
 import argparse
 import dataclasses
+import importlib
 import importlib.metadata
 import math
 import platform
@@ -111,7 +112,7 @@ class Parity(NamedTuple):
 
 def oracle_for(raw: dict[str, Any], seed: int = 0) -> Any:
     """transformers' model of a config with random weights, in float32; norms and biases are random too."""
-    import torch
+    torch = importlib.import_module("torch")
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = CONFIG_MAPPING[raw["model_type"]](**raw)
@@ -127,7 +128,7 @@ def oracle_for(raw: dict[str, Any], seed: int = 0) -> Any:
 
 def logits_of(oracle: Any, token_ids: np.ndarray) -> np.ndarray:
     """The oracle's f32[B, T, V]."""
-    import torch
+    torch = importlib.import_module("torch")
 
     with torch.no_grad():
         return oracle(torch.from_numpy(token_ids)).logits.float().numpy()
@@ -227,7 +228,7 @@ def random_ids(*shape: int) -> np.ndarray:
 
 def parity(raw: dict[str, Any], folder: Path) -> Parity:
     """Measures one case; its checkpoint goes through `folder`."""
-    import torch
+    torch = importlib.import_module("torch")
 
     token_ids = random_ids(1, NUM_TOKENS)
     oracle = oracle_for(raw)
