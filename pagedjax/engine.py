@@ -21,6 +21,7 @@ from pagedjax.outputs import CompletionOutput, EngineStats, RequestOutput
 from pagedjax.requests import Params, Prompt, RequestFactory, child_id
 from pagedjax.sampling.params import SamplingParams
 from pagedjax.scheduling.group import SequenceGroup
+from pagedjax.scheduling.output import SchedulerOutput
 from pagedjax.scheduling.request import FinishReason, HeldKV, Request
 from pagedjax.scheduling.scheduler import Scheduler
 from pagedjax.scheduling.sequences import Sequence as HeldSequence
@@ -55,6 +56,8 @@ class LLMEngine:
         self._unprocessed: deque[LaunchedStep] = deque()
         self.clock: Callable[[], float] = time.monotonic
         """Seconds, for priorities that age."""
+        self.on_schedule: Callable[[SchedulerOutput], None] | None = None
+        """Called with what each step will compute, before it does: for those who watch."""
         self.inboxes: dict[str, deque[RequestOutput]] = {}
         """Where the outputs of a request go, up to its last one, instead of being returned by `step`."""
         self._num_steps = self._num_finished = self._num_prompt_tokens = self._num_output_tokens = 0
@@ -246,6 +249,8 @@ class LLMEngine:
         with self._recovering():
             self._forget_swapped()
             scheduled = self.scheduler.schedule()
+            if self.on_schedule is not None:
+                self.on_schedule(scheduled)
             if scheduled.swap_out:  # which a step that computes nothing may have, too
                 self.runner.swap_out(scheduled.swap_out)
             if not scheduled or not scheduled.is_plain:  # the host needs to know the tokens first

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,26 +19,32 @@ from typing import Annotated, Any
 import typer
 
 import pagedjax
+from pagedjax.serving import cli_server
+from pagedjax.serving.cli_options import (
+    AsChat,
+    BlockSize,
+    Debug,
+    Dtype,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    MaxTokens,
+    Model,
+    NumBlocks,
+    Progress,
+    Quantization,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    errors_in_one_line,
+    given,
+    one_line,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-Model = Annotated[str, typer.Argument(help="A model folder, a .gguf file, a catalogue name or a hub id.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
-TopP = Annotated[float, typer.Option(help="Sample from the smallest set of tokens with this probability.")]
-TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answers. Default: a fresh one.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")]
-AsChat = Annotated[bool | None, typer.Option("--chat/--no-chat", help="Use a chat template. Default: if there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="Of weights and cache: auto, float32, bfloat16, ...")]
-Quantization = Annotated[str | None, typer.Option(help="int8: weights and activations of the layers in int8.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV block.")]
-NumBlocks = Annotated[int | None, typer.Option(help="KV blocks in the pool. Default: what fits the memory.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests that run in one step.")]
-MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens computed in one step.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer together.")]
-Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+app.command()(cli_server.serve)
 
 
 def main() -> None:
@@ -71,15 +76,15 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Answer prompts, all of them together."""
-    with _errors_in_one_line(debug):
+    with errors_in_one_line(debug):
         # What can be wrong with the request is found before a model is loaded.
         texts = _read_prompts(prompts or [], file)
         params = pagedjax.SamplingParams(
             n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop or ()
         )
-        pool = _given(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
-        step = _given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        weights = _given(dtype=dtype, quantization=quantization)
+        pool = given(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
+        step = given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        weights = given(dtype=dtype, quantization=quantization)
         llm = pagedjax.LLM(model, progress=progress, **weights, **pool, **step)
         start = time.perf_counter()
         if as_chat is None:
@@ -115,10 +120,10 @@ def chat(
     debug: Debug = False,
 ) -> None:
     """Talk with a model. /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
-    with _errors_in_one_line(debug):
+    with errors_in_one_line(debug):
         params = pagedjax.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         # A conversation never has two requests in flight: this leaves fewer programs to compile.
-        options = _given(dtype=dtype, quantization=quantization, max_model_len=max_model_len)
+        options = given(dtype=dtype, quantization=quantization, max_model_len=max_model_len)
         llm = pagedjax.LLM(model, progress=progress, max_num_seqs=1, **options)
         if not getattr(llm.tokenizer, "chat_template", None):
             raise ValueError(f"{model} has no chat template: use `pagedjax generate --no-chat`")
@@ -135,7 +140,7 @@ def chat(
             except ValueError as error:  # such as a conversation that has become too long
                 if not _is_interactive():
                     raise
-                print(f"{_one_line(error)} (/reset begins a new conversation)", file=sys.stderr)
+                print(f"{one_line(error)} (/reset begins a new conversation)", file=sys.stderr)
                 continue
             seconds += time.perf_counter() - start
             num_answers += 1
@@ -165,11 +170,11 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Show what a model would take of the memory, before anything is loaded. Exit status 1: it does not fit."""
-    with _errors_in_one_line(debug):
-        sizes = _given(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
-        sizes |= _given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        asked = _given(num_requests=num_requests, context=context, platform=platform)
-        asked |= _given(dtype=dtype, quantization=quantization, gpu_memory_utilization=gpu_memory_utilization)
+    with errors_in_one_line(debug):
+        sizes = given(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
+        sizes |= given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        asked = given(num_requests=num_requests, context=context, platform=platform)
+        asked |= given(dtype=dtype, quantization=quantization, gpu_memory_utilization=gpu_memory_utilization)
         memory_bytes = None if memory is None else _bytes_in(memory)
         result = pagedjax.LLM.plan(model, memory_bytes=memory_bytes, compile=compile, **asked, **sizes)
         print(json.dumps(result.as_dict()) if as_json else result)
@@ -189,7 +194,7 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Write a model in another format or dtype, with its tokenizer, for `pagedjax generate OUT` and the others."""
-    with _errors_in_one_line(debug):
+    with errors_in_one_line(debug):
         from pagedjax.models.convert import convert as convert_model  # loads jax
 
         options: dict[str, Any] = {"format": format, "overwrite": overwrite, "progress": progress}
@@ -207,26 +212,6 @@ def _bytes_in(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** "-KMGT".index(unit.upper()))
 
 
-@contextlib.contextmanager
-def _errors_in_one_line(debug: bool) -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:  # a reader that has enough, as in `| head`; typer ends quietly, as it does on Ctrl-C
-        raise
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        print(f"pagedjax: error: {_one_line(error)}", file=sys.stderr)
-        raise typer.Exit(2) from error
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    # Of the others (KeyError: 'x') the kind says more than the text.
-    explains_itself = isinstance(error, ValueError | OSError | RuntimeError) and text
-    return text if explains_itself else f"{type(error).__name__}: {text}"
-
-
 def _read_prompts(prompts: list[str], file: str | None) -> list[str]:
     for i, prompt in enumerate(prompts, start=1):
         if not prompt.strip():
@@ -240,10 +225,6 @@ def _read_prompts(prompts: list[str], file: str | None) -> list[str]:
     if not prompts:
         raise ValueError("no prompts: give them as arguments, or one per line with --file")
     return prompts
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _print_result(prompt: str, result: Any, *, as_json: bool, bare: bool) -> None:

@@ -114,8 +114,14 @@ class Detokenizer:
         return len(seen)
 
 
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """What a token adds to a text that has begun: UTF-8, or part of a character; special tokens as written."""
+    (known,) = _decoder_for(tokenizer, False).args
+    return known.bytes_of(token_id)
+
+
 @functools.lru_cache(maxsize=16)  # what ids mean is learned once per tokenizer, not once per completion
-def _decoder_for(tokenizer: Any, skip_special_tokens: bool) -> "Callable[[], _ByteLevelDecoder | _PieceDecoder]":
+def _decoder_for(tokenizer: Any, skip_special_tokens: bool) -> "functools.partial[_ByteLevelDecoder | _PieceDecoder]":
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, tokenizers.Tokenizer):  # one in plain Python, such as SentencePiece's own
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
@@ -146,6 +152,9 @@ class _BytesOfToken(dict[int, bytes]):
         in_alphabet = all(char in self._byte_of for char in token)
         # Added tokens may hold any characters; those that do are taken as they are.
         self[token_id] = bytes(self._byte_of[char] for char in token) if in_alphabet else token.encode()
+        return self[token_id]
+
+    def bytes_of(self, token_id: int) -> bytes:
         return self[token_id]
 
 
@@ -184,6 +193,13 @@ class _TextOfToken(dict[int, str | None]):
         is_byte = _BYTE_TOKEN.fullmatch(token) is not None and alone != token
         self[token_id] = None if is_byte or _UNKNOWN in alone + piece else piece
         return self[token_id]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        if (piece := self[token_id]) is not None:
+            return piece.encode()
+        token = self._id_to_token(token_id) or ""
+        is_byte = _BYTE_TOKEN.fullmatch(token) is not None
+        return bytes.fromhex(token[3:5]) if is_byte else self.decode([token_id]).encode()
 
 
 class _PieceDecoder:

@@ -1,0 +1,72 @@
+"""Errors as OpenAI's API has them: {"error": {"message", "type", "param", "code"}}, always JSON."""
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from pagedjax.serving.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, ForkRequest
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_FIELDS = {
+    name
+    for schema in (ChatCompletionRequest, CompletionRequest, DetokenizeRequest, ForkRequest)
+    for name in schema.model_fields
+}
+
+
+class ApiError(Exception):
+    """What goes to the client in place of an answer."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def not_found(message: str, param: str | None = None) -> ApiError:
+    """404 for a thing that a request names."""
+    return ApiError(404, message, param, f"{param}_not_found" if param else "not_found")
+
+
+def bad_value(error: ValueError) -> ApiError:
+    """400 for a ValueError, whose text begins with the name of the field."""
+    message = " ".join(str(error).split())
+    match = re.match(r"\w+", message)
+    return ApiError(400, message, match[0] if match and match[0] in _FIELDS else None, "invalid_value")
+
+
+def bad_body(error: ValidationError, body: Any) -> ApiError:
+    """400 that names the first field that is not what the schema says, by its path in the body."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path, value = "", body
+    for part in first["loc"]:
+        if isinstance(value, dict) and part in value:
+            path, value = f"{path}.{part}", value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            path, value = f"{path}[{part}]", value[part]
+        elif first["type"] == "missing":
+            path, value = f"{path}.{part}", None
+        else:
+            break  # the name of one of several types that a field may have
+    param = path.removeprefix(".")
+    text = first["msg"].removeprefix("Value error, ")
+    code = "missing_field" if first["type"] == "missing" else "invalid_type"
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param}: this server does not know this field", param, "unknown_field")
+    if param:
+        got = "" if code == "missing_field" else f", got {value!r:.80}"
+        return ApiError(400, f"{param}: {text}{got}", param, code)
+    return ApiError(400, f"the body must be a JSON object, got {body!r:.80}", None, code)
