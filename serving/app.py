@@ -248,7 +248,8 @@ def _add_key(app: Flask, api_key: str | None) -> None:
         if request.path in OPEN_PATHS or request.path.startswith("/web/") or request.method == "OPTIONS":
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
+        sent = given.strip().encode("latin-1")  # WSGI's strings are bytes in disguise
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent, api_key.encode()):
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="bad_api_key")
 
 

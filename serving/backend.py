@@ -194,10 +194,15 @@ class Backend:
             if name in template_kwargs:
                 raise ValueError(f"chat_template_kwargs must not have {name}")
         template = self._chat_template
-        return self._with_tokenizer(
-            lambda tokenizer: apply_chat_template(tokenizer, conversation, chat_template=template, **template_kwargs),
-            "messages",
-        )
+        try:
+            return self._with_tokenizer(
+                lambda tokenizer: apply_chat_template(
+                    tokenizer, conversation, chat_template=template, **template_kwargs
+                ),
+                "messages",
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages", "invalid_value") from error
 
     def _text_of(self, text: str | None, token_ids: list[int], skip_special_tokens: bool) -> str:
         if text is not None:

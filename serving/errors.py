@@ -49,24 +49,30 @@ def bad_value(error: ValueError) -> ApiError:
 
 
 def bad_body(error: ValidationError, body: Any) -> ApiError:
-    """400 that names the first field that is not what the schema says, by its path in the body."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    """400 that names a field that is not what the schema says, by its path in the body."""
+    found = error.errors(include_url=False, include_context=False)
+    # Of a field that may have several types each says why not; the deepest is the one that was nearly right.
+    param, value, first = max(((*_place(each, body), each) for each in found), key=lambda place: place[0].count("."))
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param}: this server does not know this field", param, "unknown_field")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param}: this field is required", param, "missing_field")
+    if not param:
+        return ApiError(400, f"the body must be a JSON object, got {body!r:.80}", None, "invalid_type")
+    text = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {text}, got {value!r:.80}", param, "invalid_type")
+
+
+def _place(error: Any, body: Any) -> tuple[str, Any]:
+    """The path of an error's field in the body, as messages[0].content, and its value there."""
     path, value = "", body
-    for part in first["loc"]:
+    for part in error["loc"]:
         if isinstance(value, dict) and part in value:
             path, value = f"{path}.{part}", value[part]
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             path, value = f"{path}[{part}]", value[part]
-        elif first["type"] == "missing":
+        elif error["type"] == "missing":
             path, value = f"{path}.{part}", None
         else:
-            break  # the name of one of several types that a field may have
-    param = path.removeprefix(".")
-    text = first["msg"].removeprefix("Value error, ")
-    code = "missing_field" if first["type"] == "missing" else "invalid_type"
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param}: this server does not know this field", param, "unknown_field")
-    if param:
-        got = "" if code == "missing_field" else f", got {value!r:.80}"
-        return ApiError(400, f"{param}: {text}{got}", param, code)
-    return ApiError(400, f"the body must be a JSON object, got {body!r:.80}", None, code)
+            break  # the name of one of the types that the field may have
+    return path.removeprefix("."), value

@@ -1,7 +1,7 @@
 """What /metrics tells Prometheus. Names and units are vLLM's where the thing is the same, so that its dashboards work;
 what only this engine has is named `pagedjax:`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -72,7 +72,7 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(name: str, text: str, buckets: Sequence[float | int]) -> Histogram:
             metric = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
             return metric.labels(model_name)
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import httpx2
 from tiny_engine import tiny_llm
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from pagedjax.llm import LLM
 from pagedjax.serving.app import Limits
@@ -69,3 +73,18 @@ def events_of(response: httpx2.Response) -> list[Any]:
     """The JSON of a stream's events; "[DONE]" as it is."""
     data = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
     return [text if text == "[DONE]" else json.loads(text) for text in data]
+
+
+def half_characters() -> PreTrainedTokenizerFast:
+    """Half of the tokens are single bytes of characters outside ASCII: what is sampled has whole and broken ones."""
+    alphabet = {ord(char) for char in ByteLevel.alphabet()}
+    others = [byte for byte in range(256) if byte not in alphabet]
+    wanted = [*range(32, 96), *(list("🙂é漢ท🏳".encode()) * 4)[:64]]
+    vocab: dict[str, int] = {}
+    for i, byte in enumerate(wanted):
+        name = chr(byte) if byte in alphabet else chr(256 + others.index(byte))
+        vocab[name if name not in vocab else f"{name}a{i}"] = i  # a byte that comes again has a letter behind it
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
