@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -250,6 +251,16 @@ def test_failures_are_counted_by_their_kind(kind, monkeypatch):
     text = text_of(BenchResult(settings={}, notes=[], results=[result]))
     assert "19 of 20 requests completed" in text
     assert f"FAILED: {failed.error} 1" in text
+
+
+def test_the_first_failure_of_a_kind_is_shown(monkeypatch, capsys):
+    refusals = {5: 429, 6: 429, 7: 500}
+    server = FakeServer(
+        spoil=lambda i: httpx2.Response(refusals[i], json={"error": f"no {i}"}) if i in refusals else None
+    )
+    bench(server, monkeypatch, num_requests=9, progress=True)
+    shown = capsys.readouterr().err
+    assert re.findall(r"HTTP \d+: no \d", shown) == ["HTTP 429: no 5", "HTTP 500: no 7"]
 
 
 def text_of(result: BenchResult) -> str:

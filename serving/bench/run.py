@@ -159,10 +159,12 @@ async def _run(client: Client, lengths: Lengths, number: int, maker: Maker, opti
     rate = options.rates[number]
     planned = plan_requests(lengths.pairs, rate, maker, seed=options.seed, number=number)
     with tqdm(total=len(planned), desc=f"{rate:g} req/s", unit=" requests", disable=not options.progress) as bar:
+        shown: set[str] = set()
 
         def show(outcome: Outcome) -> None:
             bar.update()
-            if outcome.error is not None:
+            if options.progress and outcome.error is not None and outcome.error not in shown:
+                shown.add(outcome.error)  # the first of a kind; the report counts them
                 bar.write(f"{outcome.error}: {outcome.detail}", file=sys.stderr)
 
         outcomes = await send_all(
