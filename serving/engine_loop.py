@@ -101,6 +101,11 @@ class EngineLoop:
         return self.error is not None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it has ended for another reason than `stop`."""
+        return self.is_dead and not isinstance(self.error, UnavailableError)
+
+    @property
     def is_stuck(self) -> bool:
         """Whether a step takes longer than `stuck_after_s`."""
         return time.monotonic() - self._alive_s > self.stuck_after_s

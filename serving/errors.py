@@ -66,13 +66,11 @@ def bad_body(error: ValidationError, body: Any) -> ApiError:
 def _place(error: Any, body: Any) -> tuple[str, Any]:
     """The path of an error's field in the body, as messages[0].content, and its value there."""
     path, value = "", body
-    for part in error["loc"]:
+    for part in error["loc"]:  # what is found nowhere is the name of one of the types that a field may have
         if isinstance(value, dict) and part in value:
             path, value = f"{path}.{part}", value[part]
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             path, value = f"{path}[{part}]", value[part]
-        elif error["type"] == "missing":
-            path, value = f"{path}.{part}", None
-        else:
-            break  # the name of one of the types that the field may have
+    if error["type"] == "missing":
+        path, value = f"{path}.{error['loc'][-1]}", None
     return path.removeprefix("."), value

@@ -89,7 +89,7 @@ def serve(server: Server, *, drain_s: float, on_ready: Callable[[str], None]) ->
         while not stopping.wait(0.5):  # also when the engine is dead: /health says so to whoever restarts servers
             pass
         logger.warning("shutting down: %d requests are pending", server.backend.loop.num_pending)
-        return 0 if server.stop(drain_s) and not server.backend.loop.is_dead else 1
+        return 0 if server.stop(drain_s) and not server.backend.loop.has_failed else 1
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
