@@ -27,6 +27,9 @@ from pagedjax.scheduling.scheduler import Scheduler
 from pagedjax.scheduling.sequences import Sequence as HeldSequence
 from pagedjax.text.output_processor import OutputProcessor
 
+IN_FLIGHT = ("recompute", "finish", "abort")
+"""What `update_params` may do with unfinished requests."""
+
 
 class LLMEngine:
     """Continuous batching over paged KV blocks (PagedAttention, arXiv 2309.06180). Not thread-safe: one owner."""
@@ -210,14 +213,31 @@ class LLMEngine:
             raise
         return held
 
-    def update_params(self, params: Any) -> None:
+    def update_params(self, params: Any, in_flight: str = "recompute") -> None:
         """Goes on with other weights of the same shapes and dtypes, without compiling. What the old ones have computed
-        is forgotten; unfinished requests keep their tokens, and their KV is computed again.
+        is forgotten. Unfinished requests keep their tokens and go on with the new weights, their KV computed again
+        ("recompute"), or are finished with the old ones before ("finish"), or end as they are ("abort").
 
         Raises ValueError, and changes nothing, if `params` differ from the old ones in more than their values.
         """
-        self.runner.update_params(params)
+        if in_flight not in IN_FLIGHT:
+            raise ValueError(f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {in_flight!r}")
+        params = self.runner.checked_params(params)
+        if in_flight == "finish":
+            self._finish_all()
+        elif in_flight == "abort":
+            self._settle()
+            with self._recovering():
+                ended = [self.outputs.abort(request_id, self.scheduler) for request_id in list(self.outputs.groups)]
+                self._hand_out(output for output in ended if output is not None)
+        self.runner.params = params
         self._recompute_all()
+
+    def _finish_all(self) -> None:
+        while self.scheduler.has_unfinished or self._in_flight is not None:
+            for output in self.step():
+                if output.finished:
+                    self.defer(output)  # for whoever calls `step`
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state; its last output, or None if no unfinished request has this id."""

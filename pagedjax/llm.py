@@ -376,12 +376,22 @@ class LLM:
         with self._shared:
             self.engine.scheduler.forget_prefixes()
 
-    def update_params(self, params: Params) -> None:
-        """Goes on with other weights of the same form: nothing is compiled or copied, the prefix cache is emptied,
-        pinned prefixes are computed again, and so is the KV of unfinished requests, which keep their tokens. An engine
-        in int8 takes float weights as well, and quantises them."""
+    def update_params(self, params: Params, in_flight: str = "recompute") -> None:
+        """Goes on with other weights of the same form: nothing is compiled, nothing copied that is on the device, the
+        prefix cache is emptied and pinned prefixes are computed again. An engine in int8 takes float weights as well,
+        and quantises them.
+
+        Args:
+            params: Weights with the shapes and dtypes of the old ones.
+            in_flight: What becomes of requests that streams and other threads wait for. "recompute": they keep their
+                tokens and go on with the new weights, their KV computed again. "finish": this call finishes them with
+                the old weights first. "abort": they end, with the tokens that they have and finish_reason "abort".
+
+        Raises:
+            ValueError: For other values, and for `params` of another form; then nothing has changed.
+        """
         with self._shared:
-            self.engine.update_params(params)
+            self.engine.update_params(params, in_flight)
 
     def memory_map(self) -> MemoryMap:
         """What each block of the pool holds, and for whom. Print it for a picture."""

@@ -220,8 +220,9 @@ class ModelRunner:
             if num_tokens > 1:  # with a budget of 1 every step is a decode
                 yield padding_batch(self.config, num_tokens, max_query_len=num_tokens)
 
-    def update_params(self, params: Params) -> None:
-        """Other weights of the same form, or in float of what is int8; compiled programs stay. ValueError otherwise."""
+    def checked_params(self, params: Params) -> Params:
+        """Weights that may take the place of `params`, on the device: of the same form, or in float of what is int8,
+        which they become. Compiled programs stay. ValueError for others."""
         try:
             params = jax.tree.map(jnp.asarray, params)  # no copy of what is on the device
             params = dict(quantize_like(params, self.params)) if isinstance(params, Mapping) else params
@@ -241,7 +242,7 @@ class ModelRunner:
                 raise ValueError(
                     f"params{path}: expected {form[1]}{list(form[0])}, got {new[path][1]}{list(new[path][0])}"
                 )
-        self.params = params
+        return params
 
     def restore_kv_cache(self) -> None:
         """After a failed step: makes a new pool if the old one, donated, went with it or would come out of it."""

@@ -54,6 +54,7 @@ def _answer(kind: str, choice: Json) -> Json:
 
 _TEXT = {"type": "string"}
 _INT = {"type": "integer", "minimum": 0}
+_EVENT = {"description": "Of each event.", **_object(data=_TEXT)}
 _FINISH = {"type": "string", "enum": ["stop", "length", "abort"]}
 _LOGPROBS = {"type": ["object", "null"]}
 _MODEL = _object(id=_TEXT, object={"const": "model"}, created=_INT, owned_by=_TEXT, max_model_len=_INT)
@@ -76,7 +77,7 @@ _ANSWERS: dict[str, Json] = {
 def _responses(good: Json, *statuses: int, stream: bool = False) -> Json:
     content = {"application/json": {"schema": good}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     error = {"description": "An error.", "content": {"application/json": {"schema": _ERROR}}}
     return {"200": {"description": "The answer.", "content": content}} | {str(status): error for status in statuses}
 
@@ -110,7 +111,7 @@ def openapi_document(model_name: str) -> Json:
     complete = _responses(_ANSWERS["completion"], *busy, stream=True)
     chat = _responses(_ANSWERS["chat"], *busy, stream=True)
     tokens = _object(count=_INT, max_model_len=_INT, tokens={"type": "array", "items": _INT})
-    stream = {"200": {"description": "A stream.", "content": {"text/event-stream": {"schema": _TEXT}}}}
+    stream = {"200": {"description": "A stream.", "content": {"text/event-stream": {"schema": _EVENT}}}}
     errors = {status: answer for status, answer in _responses({}, *busy).items() if status != "200"}
     paths: Json = {
         "/v1/completions": {"post": _operation("Continue prompts.", complete, schemas.CompletionRequest)},

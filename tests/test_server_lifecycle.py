@@ -33,7 +33,7 @@ class Gate:
         self.error: BaseException | None = None
         self.num_errors = 0
         self._step = llm.engine.step
-        llm.engine.step = self.step  # pyright: ignore[reportAttributeAccessIssue]
+        llm.engine.step = self.step
 
     def step(self) -> Any:
         self.open.wait(60.0)
@@ -46,7 +46,7 @@ class Gate:
 def slow(llm: LLM, seconds: float = 0.02) -> LLM:
     """Every step takes a while: an answer takes seconds."""
     step = llm.engine.step
-    llm.engine.step = lambda: (time.sleep(seconds), step())[1]  # pyright: ignore[reportAttributeAccessIssue]
+    llm.engine.step = lambda: (time.sleep(seconds), step())[1]
     return llm
 
 
