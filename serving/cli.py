@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 import pagedjax
-from pagedjax.serving import cli_server
+from pagedjax.serving import cli_bench, cli_server
 from pagedjax.serving.cli_options import (
     AsChat,
     BlockSize,
@@ -44,7 +44,6 @@ from pagedjax.serving.cli_options import (
 )
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(cli_server.serve)
 
 
 def main() -> None:
@@ -299,3 +298,7 @@ def _stream_answer(llm: Any, messages: list[dict[str, str]], params: Any) -> tup
     if interrupted.is_set() and not _is_interactive():  # nobody is there to go on with
         raise KeyboardInterrupt
     return text, num_tokens
+
+
+app.command()(cli_server.serve)
+app.command()(cli_bench.bench_serve)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from serving_cases import serving
+from typer.testing import CliRunner
 
 from pagedjax.serving.bench import plots, run
 from pagedjax.serving.bench.client import Outcome, message_of
@@ -24,6 +25,7 @@ from pagedjax.serving.bench.metrics import Objectives, max_in_flight, quantiles,
 from pagedjax.serving.bench.prompts import WORDS, WordPrompts
 from pagedjax.serving.bench.report import BenchResult, as_table
 from pagedjax.serving.bench.run import bench_serve, parse_rates
+from pagedjax.serving.cli import app
 from pagedjax.simulation.workload import poisson_requests
 
 URL = "http://server.test"
@@ -436,3 +438,24 @@ def test_a_key_is_sent_and_not_written(tmp_path, monkeypatch):
         endpoint="chat", prompts="auto", vocab_size=None, max_concurrency=None, objectives=Objectives(), fields={},
         seed=0, timeout_s=1.0, progress=False))  # fmt: skip
     assert sent.headers["Authorization"] == "Bearer s3cret"
+
+
+def test_the_command(tmp_path):
+    """Its options arrive, what it prints can be read by programs, and failures and bad options have their status."""
+    command = ["bench-serve", "--no-progress", "--num-requests", "4", "--lengths", "8,6", "--no-plots"]
+    with serving() as server:
+        asked = [*command, server.url, "--rates", "200,inf", "--slo-ttft-s", "60", "--output", str(tmp_path)]
+        result = CliRunner().invoke(app, [*asked, "--json"])
+        assert result.exit_code == 0, result.output
+        first, second = json.loads(result.stdout)["results"]
+        assert (first["rate"], second["rate"]) == (200.0, "inf")
+        assert first["num_completed"] == first["num_good"] == 4
+        assert (tmp_path / "results.json").is_file()
+        assert "4 of 4 requests completed" in CliRunner().invoke(app, asked).stdout
+        failing = CliRunner().invoke(app, [*command, server.url, "--extra-body", '{"temperature": -1}'])
+        assert failing.exit_code == 2
+        assert "temperature" in failing.stderr
+    for option, message in ((["--extra-body", "[]"], "--extra-body: expected"), (["--rates", "x"], "rates: got 'x'")):
+        result = CliRunner().invoke(app, [*command, "http://127.0.0.1:1", *option])
+        assert result.exit_code == 2
+        assert message in result.stderr
