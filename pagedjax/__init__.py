@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedjax import functional as functional
     from pagedjax.beams.params import BeamSearchParams as BeamSearchParams
     from pagedjax.blocks.allocator import BlockAllocator as BlockAllocator
     from pagedjax.blocks.memory_map import BlockInfo as BlockInfo
@@ -68,10 +69,12 @@ _HOMES = {
 }
 
 __version__ = "0.1.0"
-__all__ = [*_HOMES, "__version__"]
+__all__ = [*_HOMES, "functional", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "functional":
+        return import_module("pagedjax.functional")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"pagedjax.{_HOMES[name]}"), name)

@@ -51,7 +51,7 @@ LAYERS = (
         "batch compilation_cache text.output_processor sampling.pipeline sampling.rows "
         "planning planning.memory planning.bounds planning.options"
     ),
-    Layer("model_runner requests"),
+    Layer("model_runner requests functional functional.*"),
     Layer("launch"),
     Layer("engine"),
     Layer("streaming scoring planning.*"),
