@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 import pagedjax
-from pagedjax.serving import cli_bench, cli_server
+from pagedjax.serving import cli_bench, cli_server, cli_watch
 from pagedjax.serving.cli_options import (
     AsChat,
     BlockSize,
@@ -301,4 +301,6 @@ def _stream_answer(llm: Any, messages: list[dict[str, str]], params: Any) -> tup
 
 
 app.command()(cli_server.serve)
+app.command()(cli_watch.watch)
 app.command()(cli_bench.bench_serve)
+app.command()(cli_watch.watch)
