@@ -303,4 +303,3 @@ def _stream_answer(llm: Any, messages: list[dict[str, str]], params: Any) -> tup
 app.command()(cli_server.serve)
 app.command()(cli_watch.watch)
 app.command()(cli_bench.bench_serve)
-app.command()(cli_watch.watch)

@@ -1,7 +1,4 @@
-"""The commands around the server: `pagedjax serve`, `pagedjax watch`, `pagedjax bench-serve`.
-
-What they need beyond the core is in the extra `serve`; it is imported when a command runs.
-"""
+"""`pagedjax serve`. What it needs beyond the core is in the extra `serve`; it is imported when the command runs."""
 
 import logging
 import sys
@@ -27,7 +24,6 @@ from pagedjax.serving.cli_options import (
     needing_serve,
 )
 
-Url = Annotated[str, typer.Argument(help="Of a server, such as http://127.0.0.1:8000.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="PAGEDJAX_API_KEY", help="Key that requests must bring.")]
 
 

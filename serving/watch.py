@@ -76,6 +76,8 @@ def pictures(
         note = "the server has ended the stream, trying again"
         try:
             with client.sse("/engine/events") as events:
+                if events.response.status_code != 200:  # which iterating would call a wrong content type
+                    events.response.raise_for_status()
                 for event in events:
                     if event.event == "map":
                         pool = Pool.of(_object(event))
