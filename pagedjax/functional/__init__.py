@@ -4,6 +4,9 @@ from pagedjax.functional.keys import request_keys as request_keys
 from pagedjax.functional.rollout import Generated as Generated
 from pagedjax.functional.rollout import Rollout as Rollout
 from pagedjax.functional.rollout import generate as generate
+from pagedjax.functional.scoring import join as join
+from pagedjax.functional.scoring import score as score
+from pagedjax.functional.scoring import score_rollout as score_rollout
 from pagedjax.functional.steps import PagedState as PagedState
 from pagedjax.functional.steps import decode_step as decode_step
 from pagedjax.functional.steps import fork as fork

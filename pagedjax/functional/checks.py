@@ -35,23 +35,29 @@ def integers(name: str, value: Any, ndim: int) -> None:
         raise ValueError(f"{name}: expected an array of ints with {ndim} non-empty axes, got {dtype}{list(shape)}")
 
 
-def prompts(prompt_ids: Any, prompt_lens: Any, layout: Layout | None = None) -> None:
+def prompts(
+    prompt_ids: Any,
+    prompt_lens: Any,
+    layout: Layout | None = None,
+    names: tuple[str, str] = ("prompt_ids", "prompt_lens"),
+) -> None:
     """Token ids [B, T], and lengths [B] in 1 to T as far as they are known."""
-    integers("prompt_ids", prompt_ids, 2)
+    ids_name, lens_name = names
+    integers(ids_name, prompt_ids, 2)
     shape = np.shape(prompt_ids)
     if layout is not None and shape != (layout.num_prompts, layout.prompt_len):
-        raise ValueError(f"prompt_ids: expected {[layout.num_prompts, layout.prompt_len]} as the cache, got {[*shape]}")
+        raise ValueError(f"{ids_name}: expected {[layout.num_prompts, layout.prompt_len]} as the cache, got {[*shape]}")
     if prompt_lens is None:
         return
-    integers("prompt_lens", prompt_lens, 1)
+    integers(lens_name, prompt_lens, 1)
     if np.shape(prompt_lens) != shape[:1]:
-        raise ValueError(f"prompt_lens: expected one for each of {shape[0]} prompts, got {np.shape(prompt_lens)}")
+        raise ValueError(f"{lens_name}: expected one for each of {shape[0]} rows, got shape {np.shape(prompt_lens)}")
     if layout is not None and layout.exact_lens:
-        raise ValueError("prompt_lens: expected None for a cache with exact_lens")
+        raise ValueError(f"{lens_name}: expected None for a cache with exact_lens")
     if not isinstance(prompt_lens, Tracer):
         lens = np.asarray(prompt_lens)
         if lens.min() < 1 or lens.max() > shape[1]:
-            raise ValueError(f"prompt_lens: expected 1 to {shape[1]}, got {lens.tolist()}")
+            raise ValueError(f"{lens_name}: expected 1 to {shape[1]}, got {lens.tolist()}")
 
 
 def per_prompt(name: str, value: Any, num_prompts: int, low: float, high: float) -> None:
