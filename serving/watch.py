@@ -11,6 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from pagedjax.serving.bench.client import message_of
+
 Json = dict[str, Any]
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
@@ -49,7 +51,8 @@ class Pool:
 def watch(url: str, api_key: str | None = None, *, once: bool = False, console: Console | None = None) -> None:
     """Draws the pool until Ctrl-C, and connects again when the server goes and comes; with `once` one picture.
 
-    Raises OSError if nothing answers at first, RuntimeError if the server refuses.
+    Raises OSError if nothing answers at first, RuntimeError if the server refuses, ValueError if there is no terminal
+    to draw on again and again.
     """
     console = console or Console()
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -59,23 +62,31 @@ def watch(url: str, api_key: str | None = None, *, once: bool = False, console: 
             console.print(draw(Pool.of(_map(client)), console.width, None))
             return
         _map(client)  # better an error now than on a screen of its own
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        if not console.is_terminal:
+            raise ValueError("the output is not a terminal: use --once")
+        with Live(console=console, screen=True, auto_refresh=False) as live:
             for pool, note in pictures(client):
                 if pool is not None:
-                    height = console.height if console.is_terminal else None
-                    live.update(draw(pool, console.width, height, note), refresh=True)
+                    live.update(draw(pool, console.width, console.height, note), refresh=True)
 
 
 def pictures(
     client: httpx2.Client, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[tuple[Pool | None, str | None]]:
-    """The pool after each event; with a note while there is no connection, and None before the first one."""
+    """The pool after each event; with a note while there is no connection, and None before the first one.
+
+    Raises RuntimeError if the server refuses, which trying again would not change.
+    """
     pool: Pool | None = None
     wait_s = 0.5
     while True:
         note = "the server has ended the stream, trying again"
         try:
-            with client.sse("/engine/events") as events:
+            # The first event has every block: megabytes for the pool of a large GPU.
+            with client.sse("/engine/events", max_event_size=None) as events:
+                if events.response.status_code in (401, 403, 404):
+                    events.response.read()
+                    raise _refusal(client, events.response)
                 if events.response.status_code != 200:  # which iterating would call a wrong content type
                     events.response.raise_for_status()
                 for event in events:
@@ -86,7 +97,7 @@ def pictures(
                     wait_s = 0.5
                     yield pool, None
         except httpx2.HTTPError as error:
-            note = f"no connection, trying again: {error}"
+            note = f"no connection, trying again: {str(error).partition(chr(10))[0]}"
         yield pool, note
         sleep(wait_s)
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -95,17 +106,22 @@ def pictures(
 def draw(pool: Pool, width: int, height: int | None, note: str | None = None) -> RenderableType:
     """The pool for a terminal of this size; all of it if the height is None."""
     rows = _grid(pool, width)
-    requests = _requests(pool, width)
     head = [Text(line, "bold", no_wrap=True, overflow="ellipsis") for line in _numbers(pool, width)]
     if note is not None:
-        head.append(Text(note, "bold red"))
+        head.append(Text(note, "bold red", no_wrap=True, overflow="ellipsis"))
     foot = [Text("")] + [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in pool.events]
     foot.append(Text(f"{FILLS[3]}{FILLS[7]} in use  2 shared by 2  {CACHED} free, can be found  {FREE} free", "dim"))
+    foot[-1].truncate(width)
+    room, most_requests = len(rows), MOST_REQUESTS
     if height is not None:
-        room = max(1, height - len(head) - len(requests) - len(foot) - 2)
-        if len(rows) > room:
-            rows = [*rows[: room - 1], Text(f"... {len(rows) - room + 1} more rows of blocks", "dim")]
-    return Group(*head, Text(""), *rows, Text(""), *requests, *foot)
+        rest = height - len(head) - len(foot) - 2  # for blocks and requests, with an empty line before each
+        # A quarter of the screen is the blocks', if they need it, however many requests there are.
+        most_requests = min(MOST_REQUESTS, max(0, rest - 1 - min(len(rows), height // 4)))
+        room = max(1, rest - min(len(pool.requests), most_requests + 1))
+    if len(rows) > room:
+        rows = [*rows[: room - 1], Text(f"... {len(rows) - room + 1} more rows of blocks", "dim")]
+    requests = _requests(pool, width, most_requests)
+    return Group(*[*head, Text(""), *rows, Text(""), *requests, *foot][:height])
 
 
 def _grid(pool: Pool, width: int) -> list[Text]:
@@ -150,9 +166,9 @@ def _numbers(pool: Pool, width: int) -> list[str]:
     return lines
 
 
-def _requests(pool: Pool, width: int) -> list[Text]:
+def _requests(pool: Pool, width: int, most: int) -> list[Text]:
     lines = []
-    for request in pool.requests[:MOST_REQUESTS]:
+    for request in pool.requests[:most]:
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{request['key']:>5} ", _colour(request["key"]))
         line.append(
@@ -161,8 +177,8 @@ def _requests(pool: Pool, width: int) -> list[Text]:
         line.append(f"{request['num_blocks']:>5} blocks  {request['id']}", "dim")
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
-    if len(pool.requests) > MOST_REQUESTS:
-        lines.append(Text(f"      and {len(pool.requests) - MOST_REQUESTS} more", "dim"))
+    if len(pool.requests) > most:
+        lines.append(Text(f"      and {len(pool.requests) - most} more", "dim"))
     return lines
 
 
@@ -185,7 +201,8 @@ def _sentence(event: Json) -> str:
 
 def _object(event: httpx2.ServerSentEvent) -> Json:
     data = event.json()
-    assert isinstance(data, dict)
+    if not isinstance(data, dict):
+        raise ValueError(f"the server's event must be a JSON object, got {event.data!r:.80}")
     return data
 
 
@@ -194,15 +211,15 @@ def _map(client: httpx2.Client) -> Json:
         response = client.get("/engine/map")
     except httpx2.TransportError as error:
         raise OSError(f"no server answers at {client.base_url}: {error}") from error
-    if response.status_code == 404:
-        raise RuntimeError(f"{client.base_url} is not a server of pagedjax: it has no /engine/map")
     if response.status_code != 200:
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = response.text[:200]
-        raise RuntimeError(f"{client.base_url} answers {response.status_code}: {message}")
+        raise _refusal(client, response)
     return response.json()
+
+
+def _refusal(client: httpx2.Client, response: httpx2.Response) -> RuntimeError:
+    if response.status_code == 404:
+        return RuntimeError(f"{client.base_url} is not a server of pagedjax: it has no {response.request.url.path}")
+    return RuntimeError(f"{client.base_url} answers {response.status_code}: {message_of(response.text)}")
 
 
 def _base(url: str) -> str:

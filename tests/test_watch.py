@@ -94,6 +94,18 @@ def test_it_fits_the_terminal(width):
     assert ("more rows" in small) == (width < 80)
 
 
+@pytest.mark.parametrize("height", [3, 6, 12, 24, 50])
+def test_it_is_never_higher_than_the_terminal(height):
+    """With many requests and a long note: the grid keeps a place beside them."""
+    pool = Pool.of({**PICTURE, "blocks": PICTURE["blocks"] * 300, "requests": PICTURE["requests"] * 20})
+    pool.update(STEP | {"requests": pool.requests})
+    lines = text_of(pool, 60, height, "no connection" * 20).splitlines()
+    assert len(lines) <= height
+    if height >= 24:
+        assert sum("·" in line for line in lines[:-1]) >= height // 6  # the legend has one too
+        assert "block 4 was copied to 10" in "".join(lines)
+
+
 def stream_of(*events: tuple[str, Any]) -> httpx2.Response:
     text = ": hello\n\n" + "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
     return httpx2.Response(200, text=text, headers={"Content-Type": "text/event-stream"})
@@ -125,6 +137,35 @@ def test_it_connects_again_and_waits_longer_each_time():
     assert "503" in (notes[4] or "")
     assert notes[5] is None
     assert waits == [0.5, 1.0, 2.0]
+
+
+def answering(*answers: httpx2.Response) -> httpx2.Client:
+    each = iter(answers)
+    return httpx2.Client(base_url="http://x", transport=httpx2.MockTransport(lambda _: next(each)))
+
+
+def test_the_pool_of_a_large_gpu():
+    """Its first event is larger than the megabyte that the client takes unless it is told otherwise."""
+    large = {**PICTURE, "blocks": PICTURE["blocks"] * 20_000}
+    with answering(stream_of(("map", large))) as client:
+        pool, note = next(pictures(client))
+    assert note is None
+    assert pool is not None
+    assert len(pool.blocks) == 200_000
+
+
+def test_a_server_that_comes_back_with_another_key():
+    refuses = httpx2.Response(401, json={"error": {"message": "another key"}})
+    with answering(stream_of(("map", PICTURE)), refuses) as client:
+        seen = pictures(client, lambda _: None)
+        assert [next(seen)[1] is None for _ in range(2)] == [True, False]
+        with pytest.raises(RuntimeError, match="answers 401: another key"):
+            next(seen)
+
+
+def test_a_stream_of_something_else():
+    with answering(stream_of(("map", [1, 2]))) as client, pytest.raises(ValueError, match=r"JSON object, got '\[1, 2"):
+        next(pictures(client))
 
 
 def test_a_server_as_it_runs():
@@ -161,6 +202,9 @@ def test_the_command():
         assert "0 of 64 blocks of 4" in shown.stdout
         assert "·" * 64 in shown.stdout
         assert "\x1b" not in shown.stdout
+        piped = run(app, ["watch", server.url])
+        assert (piped.exit_code, piped.stdout) == (2, "")
+        assert "not a terminal: use --once" in piped.stderr
     with serving(limits=Limits(api_key="key")) as server:
         refused = run(app, ["watch", server.url])
         assert refused.exit_code == 2
