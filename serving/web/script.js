@@ -2,11 +2,18 @@
 
 const $ = (id) => document.getElementById(id);
 const make = (tag, name, text) => Object.assign(document.createElement(tag), { className: name ?? "", textContent: text ?? "" });
-const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
+let wake = () => {}; // ends a sleep early
+const sleep = (ms) => new Promise((done) => { wake = done; setTimeout(done, ms); });
 const hueOf = (key) => Math.round((key * 137.508 + 170) % 360); // the golden angle: neighbours differ
 const MOST_BLOCKS = 4096;
+// Longer than two blocks of 64 tokens: the prefix cache finds whole blocks only.
 const LESSON = "You are a patient teacher of operating systems. Memory is cut into pages of a fixed size, which lie anywhere and "
-  + "are found through a table, so that no space is set aside for what may never come. Answer in a few sentences. ";
+  + "are found through a table, so that no space is set aside for what may never come. A program sees one long piece of memory "
+  + "from address zero on; the table says where each page of it really lies. Two programs that read the same page can share it, "
+  + "and only who writes gets a copy. When there is no room left, pages of one program are put away and brought back later, and "
+  + "the program does not notice. A language model's memory of what it has read and written can be kept the same way. The reader "
+  + "knows how to program, but has never seen how an operating system works inside. Answer in a few sentences, with one example "
+  + "from daily life, and without a list. ";
 const TOPICS = ["What is a page table?", "Why not one long piece of memory?", "What is copy-on-write?"];
 const MOST_STREAMS = 5; // browsers open six connections to one server, and the pool takes one
 
@@ -44,10 +51,10 @@ async function* pieces(reader) {
 
 // The pool.
 
-const pool = { blockSize: 0, blocks: [], cells: [], requests: new Map(), cursor: -1, picked: null };
+const pool = { blockSize: 0, blocks: [], cells: [], requests: new Map(), cursor: -1, picked: null, lit: [] };
 
 function startPool(map) {
-  Object.assign(pool, { blockSize: map.block_size, blocks: map.blocks, cursor: -1 });
+  Object.assign(pool, { blockSize: map.block_size, blocks: map.blocks, cursor: -1, lit: [] });
   pool.cells = map.blocks.slice(0, MOST_BLOCKS).map((_, i) => {
     const cell = make("div", "block");
     Object.assign(cell, { id: `block-${i + 1}`, role: "option" });
@@ -166,7 +173,8 @@ function pick(card) {
   const table = pool.blocks.map((block, i) => [block[2] ?? 0, i]).filter(([, i]) => pool.blocks[i][3].some((key) => keys.includes(key)));
   table.sort((a, b) => a[0] - b[0]);
   $("grid").classList.toggle("picking", table.length > 0);
-  pool.cells.forEach((cell, i) => { cell.classList.remove("lit"); paint(cell, pool.blocks[i]); });
+  pool.lit.forEach((i) => { pool.cells[i].classList.remove("lit"); paint(pool.cells[i], pool.blocks[i]); });
+  pool.lit = table.map(([, i]) => i).filter((i) => i < pool.cells.length);
   table.forEach(([position, i]) => {
     const cell = pool.cells[i];
     if (!cell) return;
@@ -326,6 +334,7 @@ $("key-form").addEventListener("submit", (event) => {
   $("key").value = "";
   $("key-form").hidden = true;
   showModel();
+  wake();
 });
 
 const STEPS = { ArrowLeft: () => -1, ArrowRight: () => 1, ArrowUp: () => -columns(), ArrowDown: () => columns(), Home: () => -1e9, End: () => 1e9 };
