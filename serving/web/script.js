@@ -205,7 +205,7 @@ async function watchPool() {
 // The chat.
 
 const cards = new Set();
-let history = [];
+let [history, turns] = [[], 0];
 
 class Card {
   constructor(question, onAnswer) {
@@ -305,7 +305,8 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const question = $("prompt").value;
   const before = [...history, { role: "user", content: question }];
-  ask(question, before, {}, (answer) => { history = [...before, { role: "assistant", content: answer }]; });
+  const turn = ++turns; // of several at a time the one asked last goes on
+  ask(question, before, {}, (answer) => { if (turn === turns) history = [...before, { role: "assistant", content: answer }]; });
   $("prompt").value = "";
 });
 $("prompt").addEventListener("keydown", (event) => {
@@ -314,7 +315,7 @@ $("prompt").addEventListener("keydown", (event) => {
   $("composer").requestSubmit();
 });
 $("new-chat").onclick = () => {
-  history = [];
+  [history, turns] = [[], turns + 1];
   for (const card of cards) if (card.stopButton.hidden) { card.element.remove(); cards.delete(card); }
   $("none").hidden = cards.size > 0;
   $("prompt").focus();
