@@ -43,11 +43,50 @@ assert tokenizer.decode(int(logits[0, -1].argmax())) == " Paris"
 """
 
 
-@pytest.mark.slow
-def test_the_readme(tmp_path):
-    """Its blocks as one program with the model that they name, run as users do, without the type checks of tests, but
-    with smaller steps."""
-    program = "\n".join([SMALLER, *blocks_of("README.md"), CHECKS])
+# Of those guides of whose blocks more is known than that they run.
+GUIDES = {
+    "docs/researchers.md": """
+assert len(answers) == 4 and len(set(answers)) > 1
+assert float(gap) < 1e-3
+assert again.outputs[0].token_ids != first.token_ids or again.outputs[0].logprobs != first.logprobs
+assert best is scores[0]
+assert text.count("\\n2.") == 1
+""",
+    "docs/life_of_a_query.md": """
+assert len(table) == 1
+assert text.startswith(" Paris")
+""",
+}
+WITH_BLOCKS = sorted(
+    name
+    for path in ROOT.glob("**/*.md")
+    if not (name := str(path.relative_to(ROOT))).startswith((".", "pagedjax/")) and blocks_of(name)
+)
+
+
+def run_program(tmp_path: Path, *parts: str) -> str:
+    """Blocks as one program with the model that they name, run as users do, without the type checks of tests, but with
+    smaller steps."""
+    program = "\n".join([SMALLER, *parts])
     run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert "The capital of France is ->  Paris" in run.stdout
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_the_readme(tmp_path):
+    assert "The capital of France is ->  Paris" in run_program(tmp_path, *blocks_of("README.md"), CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in WITH_BLOCKS if not name.endswith("README.md")])
+def test_guides(name, tmp_path):
+    run_program(tmp_path, *blocks_of(name), GUIDES.get(name, ""))
+
+
+def test_every_block_is_run_and_every_link_leads_somewhere():
+    assert {name for name in WITH_BLOCKS if name.endswith("README.md")} == {"README.md", "pallas_kernels/README.md"}
+    assert set(GUIDES) <= set(WITH_BLOCKS)
+    for path in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"

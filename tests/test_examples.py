@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import jax
+import numpy as np
+import optax
 import pytest
 from serving_cases import serving
 from test_docs import blocks_of
+from tiny_engine import MODEL, tiny_llm, tiny_params
 
+from pagedjax import functional
 from pagedjax.serving.app import Limits
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -110,8 +115,11 @@ def test_a_batch_file_that_is_wrong(text, message):
 
 
 def batch_file() -> Any:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("batch_file", EXAMPLES / "batch_file.py")
+    return example_module("batch_file")
+
+
+def example_module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -153,3 +161,40 @@ def test_a_batch_waits_as_long_as_it_is_told(ends_well, monkeypatch):
         assert waits == [3.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0]
         assert line["response"] is None
         assert line["error"] == {"code": "connection_error", "message": "ReadError: lost"}
+
+
+def test_a_tree_search_gives_all_blocks_back(capsys):
+    """Branches share their beginning: nothing of the question is computed twice."""
+    tree_search = example_module("tree_search")
+    llm = tiny_llm(max_model_len=192, num_blocks=256, block_size=4)
+    text, value = tree_search.search(llm, width=2, num_samples=3)
+    assert text.startswith(tree_search.QUESTION)
+    assert text.count("\n") >= 1
+    assert value < 0
+    assert llm.stats().num_free_blocks == 256
+    assert llm.stats().num_block_copies > 0
+    assert "point 3: 6 candidates" in capsys.readouterr().out
+    again = tree_search.search(llm, width=1, num_samples=1)
+    assert again[1] <= value  # the wider search found nothing worse
+
+
+def test_a_step_of_grpo():
+    """The trainer's log-probabilities are the sampler's, better answers get likelier, the engine has the weights."""
+    grpo = example_module("grpo_smollm2")
+    llm, sums = tiny_llm(), [(2, 3), (4, 5)]
+    assert [grpo.reward((2, 3), text) for text in (" 5", "5\n", "6", "5 6", "")] == [1, 1, 0, 0, 0]
+    batch, rewards, num_tokens = grpo.sample(llm, sums, seed=3)
+    assert rewards.shape == (2, grpo.NUM_SAMPLES)
+    assert num_tokens == batch["mask"].sum() > 0
+    assert (batch["token_ids"][0, :22] == [ord(char) for char in "2+5=7\n4+3=7\n6+2=8\n2+3="]).all()
+    batch["advantages"] = np.where(np.arange(16) % 2 == 0, 1, -1).astype(np.float32)
+    params, optimizer = tiny_params(), optax.sgd(1e-6)
+    train_step = grpo.make_train_step(MODEL, optimizer)
+    updated, _, gap = train_step(params, optimizer.init(params), batch)
+    assert gap < 5e-4  # of logits up to 100, see LOGIT_TOLERANCE
+    scores = functional.score(MODEL, params, batch["token_ids"], batch["lens"])
+    better = functional.score(MODEL, updated, batch["token_ids"], batch["lens"])
+    gain = ((better - scores) * batch["mask"]).sum(axis=1) * batch["advantages"]
+    assert gain.sum() > 0
+    llm.update_params(updated)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, llm.engine.runner.params, updated))
