@@ -53,9 +53,9 @@ def as_rollout(tokens: np.ndarray, logprobs: np.ndarray) -> functional.Rollout:
     )
 
 
-# Wanted were 1e-5 and 2e-2 at most. They are not reached, and cannot be by two ways of computing that are not the same to
-# the last bit: 3.1e-5 and 0.29 were seen, means 4.5e-6 and 0.033, and each of the two is as far from the scores that
-# wider numbers give (f32: 2.5e-5 and 4.1e-5; bf16: 0.27 and 0.25). Attention weights in f32 did not help bf16 (0.30).
+# Wanted were 1e-5 and 2e-2 at most. They are not reached: 3.1e-5 and 0.29 were seen, means 4.5e-6 and 0.033. Each of
+# the two is about as far from the scores that wider params give (f32: 2.5e-5 and 4.1e-5; bf16: 0.27 and 0.25), so it is
+# rounding in 30 layers, in other orders. Attention weights in f32 did not help bf16 (0.30).
 @pytest.mark.parametrize(("dtype", "largest", "mean"), [("float32", 1e-4, 1e-5), ("bfloat16", 0.6, 0.06)])
 def test_the_trainer_agrees_with_the_sampler(dtype, largest, mean):
     model, params, ids, lens, tokens, logprobs = sampled(dtype)
