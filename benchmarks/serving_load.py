@@ -4,7 +4,7 @@
 
 The clients read streams and whole answers, read slowly, leave before the first token, in the middle and while text is
 held back, with a goodbye or a reset, and send what must be refused (`serving_users.py`). The pool is so small that
-some sequences are always preempted. An error is whatever is the server's fault: a status of 500 and more, a stream
+requests wait for blocks. An error is whatever is the server's fault: a status of 500 and more, a stream
 that breaks, a status other than the one expected.
 
 Afterwards every text and token is compared with that of the same request alone in an engine of this process, as

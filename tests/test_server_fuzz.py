@@ -42,6 +42,7 @@ def server() -> Iterator[Server]:
         print(f"{sum(num_requests.values())} requests: {dict(sorted(num_requests.items()))}")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")  # schemathesis does
 @schema.parametrize()
 @settings(

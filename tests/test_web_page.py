@@ -15,6 +15,7 @@ from pagedjax.llm import LLM
 from pagedjax.serving.app import Limits
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     # Of selenium's own, when a browser quits.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
