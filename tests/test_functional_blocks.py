@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from pagedjax.models.decoder import CausalLM
 from pagedjax.models.families import config_from_hf
 from pagedjax.models.placement import build_params
 
+ROOT = Path(__file__).parents[1]
 parity = load("model_parity")
 CASES: dict[str, dict[str, Any]] = parity.CASES
 TOLERANCE = 5e-5
@@ -277,5 +279,5 @@ print("all refused")
 
 
 def test_what_is_refused():
-    run = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, cwd=ROOT)
     assert (run.returncode, run.stdout) == (0, "all refused\n"), run.stderr

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from tiny_engine import MODEL, prompt_of, tiny_params
 
 from pagedjax import functional
 
+ROOT = Path(__file__).parents[1]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "num_samples": 2, "temperature": 30.0, "block_size": 4}
 
 
@@ -125,5 +127,5 @@ print("data parallel")
 
 
 def test_params_and_batches_over_a_mesh():
-    run = subprocess.run([sys.executable, "-c", ON_EIGHT_DEVICES], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", ON_EIGHT_DEVICES], capture_output=True, text=True, cwd=ROOT)
     assert (run.returncode, run.stdout) == (0, "tensor parallel\nboth\ndata parallel\n"), run.stderr
