@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from pagedjax.llm import LLM
@@ -91,7 +92,7 @@ class Backend:
             raise ValueError(f"top_logprobs needs logprobs=true, got {request.logprobs}")
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
-        token_ids = self._chat_ids(request.messages, **(request.chat_template_kwargs or {}))
+        token_ids = self._chat_ids(request.messages, request.chat_template_kwargs or {})
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         self._check_fits(len(token_ids), max_tokens, name, "messages")
         wanted = self._format(request, params, is_chat=True, num_logprobs=num_logprobs)
@@ -119,7 +120,7 @@ class Backend:
         if (request.prompt is None) == (request.messages is None):
             raise ValueError("prompt or messages: give one of them")
         if request.messages is not None:
-            return self._chat_ids(request.messages)
+            return self._chat_ids(request.messages, {})
         assert request.prompt is not None
         return self._encode(request.prompt, request.add_special_tokens)
 
@@ -188,11 +189,10 @@ class Backend:
             lambda tokenizer: tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], "prompt"
         )
 
-    def _chat_ids(self, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
+    def _chat_ids(self, messages: Sequence[Message], template_kwargs: dict[str, Any]) -> list[int]:
+        for name in sorted(template_kwargs.keys() & _not_for_templates(self.tokenizer)):
+            raise ValueError(f"chat_template_kwargs must not have {name}")
         conversation = [message.as_dict() for message in messages]
-        for name in ("conversation", "chat_template", "tools", "tokenize", "add_generation_prompt", "return_tensors"):
-            if name in template_kwargs:
-                raise ValueError(f"chat_template_kwargs must not have {name}")
         template = self._chat_template
         try:
             return self._with_tokenizer(
@@ -220,3 +220,9 @@ class Backend:
 def _check_stream_options(request: SamplingRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise ValueError("stream_options needs stream=true")
+
+
+def _not_for_templates(tokenizer: Any) -> set[str]:
+    """Names of options of the functions on the way to a chat template, which would be taken for those."""
+    options = signature(tokenizer.apply_chat_template).parameters if tokenizer is not None else ()
+    return {"self", "tokenizer", "messages", *options} - {"documents"}

@@ -19,6 +19,9 @@ _FIELDS = {
     for name in schema.model_fields
 }
 
+LONGEST_MESSAGE = 1000
+"""Characters: a client's own megabyte is not sent back to it."""
+
 
 class ApiError(Exception):
     """What goes to the client in place of an answer."""
@@ -26,8 +29,8 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]} ..."
+        self.param = param if param is None else param[:LONGEST_MESSAGE]
         self.code = code
 
     def body(self) -> dict[str, Any]:

@@ -59,9 +59,9 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all outputs have been put."""
+        """Whether all outputs have been put. Never after an error, which `take` raises when the rest is taken."""
         with self._news:
-            return not self._unfinished
+            return not self._unfinished and self._error is None
 
     def close(self) -> None:
         """Aborts what has not ended. It never waits, and may be called at any time and twice."""

@@ -1,10 +1,15 @@
 """Sampler and trainer agree on a real model: `functional.score` of a thousand tokens that the engine sampled."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_docs import blocks_of
 
 from pagedjax import functional
 from pagedjax.llm import LLM
@@ -65,3 +70,21 @@ def test_the_trainer_agrees_with_the_sampler(dtype, largest, mean):
     print(f"{dtype}: largest {differences.max():.1e}, mean {differences.mean():.1e}, logprobs to {logprobs.min():.1f}")
     assert differences.max() <= largest
     assert differences.mean() <= mean
+
+
+def test_the_docs_and_examples_run():
+    (block,) = blocks_of("docs/jitted_scripts.md")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["rollout"].token_ids.shape == (1, 4, 16)
+    examples = Path(__file__).parents[1] / "examples"
+    printed = {}
+    for name in ("jitted_sampling.py", "best_of_n.py"):
+        run = subprocess.run([sys.executable, "-W", "error", examples / name], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        printed[name] = run.stdout
+    assert float(printed["jitted_sampling.py"].split()[-3]) < 1e-3
+    scores = re.findall(r"^ *(-\d\.\d\d) (ends|given up)", printed["best_of_n.py"], re.MULTILINE)
+    ended = [float(score) for score, state in scores if state == "ends"]
+    assert len(scores) == 8
+    assert ended == sorted(ended, reverse=True)

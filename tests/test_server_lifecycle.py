@@ -18,8 +18,9 @@ from serving_cases import client_of, events_of, serving, wait_until
 from tiny_engine import ascii_tokenizer, prompt_of, tiny_llm
 
 from pagedjax.llm import LLM
-from pagedjax.serving import engine_loop
+from pagedjax.serving import engine_loop, streams
 from pagedjax.serving.app import Limits
+from pagedjax.serving.job import EngineError, Job
 from pagedjax.serving.server import Server
 
 LONG = {"prompt": "hello", "max_tokens": 50, "temperature": 0, "ignore_eos": True}
@@ -221,6 +222,24 @@ def test_steps_that_fail_end_all_that_is_pending_and_the_next_ones_are_served():
         assert failed  # one of them may have come after the failures
         assert client.post("/v1/completions", json=LONG).status_code == 200
         assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("num_taken", [0, 1])
+def test_a_failure_is_not_taken_for_the_end(num_taken):
+    """B67: with outputs that nobody has taken yet, which a slow reader leaves, too."""
+    llm = tiny_llm()
+    llm.engine.add_request([1, 2], tiny_params(), "a")
+    (output,) = llm.engine.step()
+    job = Job(["a"], lambda _: None)
+    job.put(output)
+    if num_taken:
+        job.take(0.0)
+    job.fail(EngineError("the engine failed"))
+    assert not job.is_finished
+    with pytest.raises(EngineError, match="the engine failed"):
+        streams.wait(job, lambda: False)
+    with pytest.raises(EngineError, match="the engine failed"):
+        job.take(0.0)
 
 
 def test_an_engine_that_only_fails_is_dead():

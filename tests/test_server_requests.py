@@ -306,3 +306,20 @@ def test_a_model_without_a_tokenizer():
             assert client.post(COMPLETIONS, json=body).status_code == 400
         assert client.post(CHAT, json={"messages": USER}).status_code == 400
         assert client.get("/v1/models").json()["data"][0]["id"] == MODEL_NAME
+
+
+@pytest.mark.parametrize("name", ["messages", "tokenizer", "self", "conversation", "tokenize", "padding", "tools"])
+def test_template_options_that_are_not_the_templates(client, name):
+    error = client.post(CHAT, json={"messages": USER, "chat_template_kwargs": {name: 1}})
+    assert name in assert_error(error, 400, "chat_template_kwargs")["message"]
+    fine = client.post(
+        CHAT, json={"messages": USER, "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert fine.status_code == 200
+
+
+def test_what_is_wrong_is_not_sent_back_whole(client):
+    for body in ({**GOOD, "logit_bias": {"9" * 100_000: 1}}, {**GOOD, "x" * 100_000: 1}):
+        answer = client.post(COMPLETIONS, json=body)
+        assert answer.status_code == 400
+        assert len(answer.content) < 3000
