@@ -3,7 +3,6 @@
 import contextlib
 import hmac
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from pagedjax.serving.backend import Backend
 from pagedjax.serving.errors import ApiError, bad_body, bad_value, not_found
 from pagedjax.serving.job import EngineError, Job, OverloadedError, UnavailableError
 from pagedjax.serving.openapi import openapi_document
+from pagedjax.serving.places import Places
 from pagedjax.serving.pool_view import whole
 from pagedjax.serving.schemas import (
     ChatCompletionRequest,
@@ -45,6 +45,8 @@ class Limits:
     api_key: str | None = None
     max_calls: int = 256
     """Answers in the making; each has a thread."""
+    max_watchers: int = 16
+    """Streams of /engine/events; each has a thread too."""
     max_body_bytes: int = 4 * 2**20
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the API; none by default, "*" for all."""
@@ -54,38 +56,18 @@ def create_app(backend: Backend, limits: Limits) -> Flask:
     """The application over a backend whose loop runs."""
     app = Flask("pagedjax", root_path=__file__.rpartition("/")[0], static_folder="web", static_url_path="/web")
     app.config["MAX_CONTENT_LENGTH"] = limits.max_body_bytes
-    app.url_map.strict_slashes = False
+    app.url_map.strict_slashes = app.url_map.merge_slashes = False  # which would redirect, in HTML
     if limits.cors_origins:
         CORS(app, origins=list(limits.cors_origins), allow_headers=["Authorization", "Content-Type"])
     _add_errors(app, backend)
     _add_key(app, limits.api_key)
-    _add_openai_routes(app, backend, _Calls(limits.max_calls))
-    _add_engine_routes(app, backend)
+    _add_openai_routes(app, backend, Places(limits.max_calls, "answers are in the making"))
+    _add_engine_routes(app, backend, Places(limits.max_watchers, "clients watch the pool"))
     _add_operator_routes(app, backend)
     return app
 
 
-class _Calls:
-    """How many answers are in the making."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._free = threading.BoundedSemaphore(most)
-
-    def take(self) -> Callable[[], None]:
-        """Takes a place; what gives it back, once, however often it is called."""
-        if not self._free.acquire(blocking=False):
-            raise OverloadedError(f"{self._most} answers are in the making, as many as this server makes at once")
-        is_held = threading.Lock()
-
-        def give_back() -> None:
-            if is_held.acquire(blocking=False):
-                self._free.release()
-
-        return give_back
-
-
-def _add_openai_routes(app: Flask, backend: Backend, calls: _Calls) -> None:
+def _add_openai_routes(app: Flask, backend: Backend, calls: Places) -> None:
     def answered(schema: type[Schema], begin: Callable[[Schema], tuple[Answer, Job]]) -> Response:
         give_back = calls.take()
         try:
@@ -143,7 +125,7 @@ def _add_openai_routes(app: Flask, backend: Backend, calls: _Calls) -> None:
             return {"prompt": backend.detokenize(body.tokens)}
 
 
-def _add_engine_routes(app: Flask, backend: Backend) -> None:
+def _add_engine_routes(app: Flask, backend: Backend, watchers: Places) -> None:
     def take_picture() -> None:
         if backend.loop.is_dead:
             raise UnavailableError("the engine has stopped")
@@ -156,8 +138,15 @@ def _add_engine_routes(app: Flask, backend: Backend) -> None:
 
     @app.get("/engine/events")
     def events() -> Response:
-        take_picture()
-        return _events(streams.watch(backend.loop.view, _is_gone()))
+        give_back = watchers.take()
+        try:
+            take_picture()
+            response = _events(streams.watch(backend.loop.view, _is_gone()))
+        except BaseException:
+            give_back()
+            raise
+        response.call_on_close(give_back)
+        return response
 
     @app.delete("/engine/requests/<request_id>")
     def abort(request_id: str) -> Any:

@@ -93,6 +93,8 @@ class Backend:
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
         token_ids = self._chat_ids(request.messages, request.chat_template_kwargs or {})
+        if not token_ids:
+            raise ValueError("messages: the chat template makes no tokens of them")
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         self._check_fits(len(token_ids), max_tokens, name, "messages")
         wanted = self._format(request, params, is_chat=True, num_logprobs=num_logprobs)

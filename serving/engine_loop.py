@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +28,8 @@ T = TypeVar("T")
 FAILURES_TO_FAIL_ALL = 3
 """Steps in a row that raise before every pending request gets an error. The first ones are tried again."""
 FAILURES_TO_DIE = 6
+LOOK_S = 0.5
+"""How often a caller who waits looks whether the engine is stuck."""
 IDLE_S = 1.0
 """How often a loop without work shows that it is alive."""
 
@@ -159,8 +162,14 @@ class EngineLoop:
         return self.call(lambda engine: self._abort(engine, request_id))
 
     def call(self, function: Callable[[LLMEngine], T]) -> T:
-        """What `function` returns or raises when the owner calls it between two steps."""
-        return self._post(function).result()
+        """What `function` returns or raises when the owner calls it between two steps. UnavailableError if it does not
+        get to it: it is dead, or stuck in a step."""
+        future = self._post(function)
+        while not future.done():
+            done, _ = futures.wait([future], timeout=LOOK_S)
+            if not done and self.is_stuck and future.cancel():  # else it has begun, and ends soon
+                raise UnavailableError(f"the engine has been in one step for more than {self.stuck_after_s:g} s")
+        return future.result()
 
     @property
     def num_sequences(self) -> int:
@@ -213,16 +222,18 @@ class EngineLoop:
                 _, future = self._commands.get_nowait()
             except queue.Empty:
                 return
-            future.set_exception(UnavailableError("the engine has stopped"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(UnavailableError("the engine has stopped"))
 
     def _do_commands(self, wait: bool) -> None:
         try:
             function, future = self._commands.get(block=wait, timeout=IDLE_S if wait else None)
             while True:
-                try:
-                    future.set_result(function(self._engine))
-                except Exception as error:  # noqa: BLE001 (it belongs to whoever asked, who raises it)
-                    future.set_exception(error)
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(function(self._engine))
+                    except Exception as error:  # noqa: BLE001 (it belongs to whoever asked, who raises it)
+                        future.set_exception(error)
                 function, future = self._commands.get_nowait()
         except queue.Empty:
             return

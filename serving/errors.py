@@ -55,7 +55,9 @@ def bad_body(error: ValidationError, body: Any) -> ApiError:
     """400 that names a field that is not what the schema says, by its path in the body."""
     found = error.errors(include_url=False, include_context=False)
     # Of a field that may have several types each says why not; the deepest is the one that was nearly right.
-    param, value, first = max(((*_place(each, body), each) for each in found), key=lambda place: place[0].count("."))
+    param, value, first = max(
+        ((*_place(each, body), each) for each in found), key=lambda place: place[0].count(".") + place[0].count("[")
+    )
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param}: this server does not know this field", param, "unknown_field")
     if first["type"] == "missing":

@@ -127,7 +127,9 @@ def openapi_document(model_name: str) -> Json:
             "post": _operation("Text of token ids.", _responses(_object(prompt=_TEXT), *bad), schemas.DetokenizeRequest)
         },
         "/engine/map": {"get": _operation("What each KV block holds.", _responses({"type": "object"}, 401, 503))},
-        "/engine/events": {"get": _operation("The same, as it changes.", {**stream, **_only(errors, "401", "503")})},
+        "/engine/events": {
+            "get": _operation("The same, as it changes.", {**stream, **_only(errors, "401", "429", "503")})
+        },
         "/engine/requests/{request_id}/fork": {
             "post": _with_id(
                 _operation("Go on from where a request is.", {**stream, **errors}, schemas.ForkRequest, required=False)

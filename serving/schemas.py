@@ -65,6 +65,9 @@ Prompt = Annotated[
     ),
 ]
 TokenId = Annotated[int, Field(ge=0)]
+MOST_WORDS, LONGEST_WORD = 1024, 1000
+Words = Annotated[list[Annotated[str, Field(max_length=LONGEST_WORD)]], Field(max_length=MOST_WORDS)]
+"""As many as the engine's thread may look at between two steps without others noticing."""
 
 
 class Strict(BaseModel):
@@ -118,7 +121,7 @@ class SamplingRequest(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, float] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Words | None = None
 
     # OpenAI's fields that change nothing here.
     user: str | None = None
@@ -130,7 +133,7 @@ class SamplingRequest(Strict):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Words | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: list[TokenId] | None = None

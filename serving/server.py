@@ -17,8 +17,6 @@ logger = logging.getLogger(__name__)
 
 SPARE_THREADS = 8
 """For what is quick, such as /health, while all answers that are allowed are in the making."""
-WATCHERS = 16
-"""Threads for those who watch the pool."""
 OUTPUT_BYTES = 2**20
 """Of one answer that wait for a slow reader; then its thread waits too, and the engine's outputs do not pile up."""
 
@@ -33,7 +31,7 @@ class Server:
             create_app(backend, limits),
             host=host,
             port=port,
-            threads=limits.max_calls + WATCHERS + SPARE_THREADS,
+            threads=limits.max_calls + limits.max_watchers + SPARE_THREADS,
             connection_limit=4 * limits.max_calls + 100,
             backlog=1024,
             channel_request_lookahead=1,  # goes on reading during a request, and so sees that the client has gone

@@ -233,6 +233,7 @@ FAILURES = {
     "not JSON": sse_of("data: {nonsense\n\n"),
     "error in the stream": sse_of(event({"error": {"message": "lost"}})),
     "no answer": sse_of("data: [DONE]\n\n"),
+    "not as OpenAI's": sse_of(event({"choices": [7]})),
     "no connection": httpx2.ConnectError("refused"),
 }
 
@@ -263,6 +264,17 @@ def test_the_first_failure_of_a_kind_is_shown(monkeypatch, capsys):
     bench(server, monkeypatch, num_requests=9, progress=True)
     shown = capsys.readouterr().err
     assert re.findall(r"HTTP \d+: no \d", shown) == ["HTTP 429: no 5", "HTTP 500: no 7"]
+
+
+@pytest.mark.parametrize(
+    "usage", [[1], 7, {"completion_tokens": "many"}, {"completion_tokens": 1e308}, {"prompt_tokens": -1}]
+)
+def test_usage_that_makes_no_sense_is_a_failure_of_one_request(usage, monkeypatch):
+    spoiled = sse_of(event({"choices": [{"text": "a"}]}), event({"choices": [], "usage": usage}), "data: [DONE]\n\n")
+    server = FakeServer(spoil=lambda number: spoiled if number == 3 else None)
+    (result,) = bench(server, monkeypatch, num_requests=5).results
+    assert result.summary.failures == {"not as OpenAI's": 1}
+    assert result.summary.num_completed == 4
 
 
 def text_of(result: BenchResult) -> str:

@@ -293,6 +293,37 @@ def test_an_engine_that_is_stuck():
         wait_until(lambda: client.get("/health").status_code == 200)
 
 
+def test_what_waits_for_a_stuck_engine_is_told(monkeypatch):
+    """B67: not only what comes when it is known. What was not begun is not done later either."""
+    llm = tiny_llm()
+    gate = Gate(llm)
+    with serving(llm, stuck_after_s=2.0) as server, client_of(server) as client, connection(server, LONG) as sock:
+        wait_until(lambda: server.backend.loop.num_pending == 1)
+        answers = [client.get("/engine/map"), client.post("/v1/completions", json=LONG)]
+        answers.append(client.delete("/engine/requests/x"))
+        assert [answer.status_code for answer in answers] == [503, 503, 503]
+        assert "in one step" in answers[0].json()["error"]["message"]
+        gate.open.set()
+        read_until(sock, b"usage")
+        assert server.backend.loop.call(lambda engine: engine.stats().num_finished) == 1
+
+
+def test_more_watchers_than_there_are_threads_for():
+    """They are refused, and take nothing from those who ask."""
+    limits = Limits(max_calls=2, max_watchers=2)
+    with serving(limits=limits) as server, client_of(server) as client:
+        with client.stream("GET", "/engine/events") as first, client.stream("GET", "/engine/events") as second:
+            assert next(named_events(first.iter_lines()))[0] == next(named_events(second.iter_lines()))[0] == "map"
+            refused = [client.get("/engine/events") for _ in range(20)]
+            assert {answer.status_code for answer in refused} == {429}
+            assert "2 clients watch the pool" in refused[0].json()["error"]["message"]
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/completions", json=LONG).status_code == 200
+        wait_until(lambda: server.backend.loop.view._num_watchers == 0)
+        with client.stream("GET", "/engine/events") as response:
+            assert response.status_code == 200
+
+
 class FailingTokenizer:
     """Has no text for one token."""
 

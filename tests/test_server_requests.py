@@ -323,3 +323,23 @@ def test_what_is_wrong_is_not_sent_back_whole(client):
         answer = client.post(COMPLETIONS, json=body)
         assert answer.status_code == 400
         assert len(answer.content) < 3000
+
+
+def test_words_are_not_more_than_the_engine_may_look_at(client):
+    assert_error(client.post(COMPLETIONS, json={**GOOD, "bad_words": ["a"] * 1025}), 400, "bad_words")
+    assert_error(client.post(COMPLETIONS, json={**GOOD, "stop": ["a"] * 1025}), 400, "stop")
+    assert_error(client.post(COMPLETIONS, json={**GOOD, "stop": ["a" * 1001]}), 400, "stop[0]")
+    assert client.post(COMPLETIONS, json={**GOOD, "bad_words": ["a"] * 1024}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/web//etc/passwd", "/web/../app.py", "/web/%2e%2e/app.py", "//v1/models", "/web"])
+def test_no_other_file_is_had(client, path):
+    response = client.get(path)
+    assert response.status_code == 404
+    assert response.headers["Content-Type"] == "application/json"
+
+
+def test_a_conversation_without_tokens():
+    with serving(chat_template="{{ messages[0]['content'] }}") as server, client_of(server) as client:
+        empty = {"messages": [{"role": "user", "content": ""}]}
+        assert_error(client.post(CHAT, json=empty), 400, "messages")

@@ -65,13 +65,23 @@ class _Answer:
             return
         try:
             chunk = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise AnswerError("not JSON", data[:200]) from error
         if not isinstance(chunk, dict) or chunk.get("error"):
             raise AnswerError("error in the stream", str(chunk)[:200])
-        if any(map(_can_be_seen, chunk.get("choices") or [])):
-            self.chunk_s.append(now_s)
-        self.usage = chunk.get("usage") or self.usage
+        try:
+            if any(map(_can_be_seen, chunk.get("choices") or [])):
+                self.chunk_s.append(now_s)
+            if chunk.get("usage"):
+                self.usage = {name: _count(chunk["usage"].get(name)) for name in ("prompt_tokens", "completion_tokens")}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise AnswerError("not as OpenAI's", f"{error}: {data[:200]}") from error
+
+
+def _count(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and 0 <= value < 2**53):
+        return value
+    raise ValueError(f"expected a number of tokens, got {value!r:.80}")
 
 
 def _can_be_seen(choice: Mapping[str, Any]) -> bool:
@@ -129,8 +139,8 @@ class Client:
             sent_s=sent_s,
             chunk_s=tuple(answer.chunk_s),
             end_s=end_s,
-            num_prompt_tokens=int(answer.usage.get("prompt_tokens") or 0),
-            num_output_tokens=len(answer.chunk_s) if num_output is None else int(num_output),
+            num_prompt_tokens=answer.usage.get("prompt_tokens") or 0,
+            num_output_tokens=len(answer.chunk_s) if num_output is None else num_output,
             num_wanted_tokens=planned.num_output_tokens,
             error=failure and failure.kind,
             detail=failure.detail if failure else "",
