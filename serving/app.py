@@ -141,7 +141,8 @@ def _add_engine_routes(app: Flask, backend: Backend, watchers: Places) -> None:
         give_back = watchers.take()
         try:
             take_picture()
-            response = _events(streams.watch(backend.loop.view, _is_gone()))
+            is_gone, loop = _is_gone(), backend.loop
+            response = _events(streams.watch(loop.view, lambda: is_gone() or loop.is_dead))
         except BaseException:
             give_back()
             raise

@@ -71,12 +71,12 @@ def stream(answer: Answer, job: Job, include_usage: bool, is_gone: IsGone) -> It
         job.close()
 
 
-def watch(view: PoolView, is_gone: IsGone) -> Iterator[str]:
-    """The pool as events for as long as the client is there."""
+def watch(view: PoolView, is_over: IsGone) -> Iterator[str]:
+    """The pool as events for as long as the client and the engine are there."""
     messages = view.watch()
     try:
         for message in messages:
-            if is_gone():
+            if is_over():
                 return
             yield HEARTBEAT if message is None else event(message[1], message[0])
     finally:

@@ -324,6 +324,16 @@ def test_more_watchers_than_there_are_threads_for():
             assert response.status_code == 200
 
 
+def test_a_shutdown_does_not_wait_for_watchers(caplog):
+    """A page that is open somewhere: its stream ends."""
+    with serving() as server, client_of(server) as client, client.stream("GET", "/engine/events") as response:
+        lines = response.iter_lines()
+        assert next(named_events(lines))[0] == "map"
+        server.stop()
+        assert "still running" not in caplog.text
+        list(lines)  # it has an end
+
+
 class FailingTokenizer:
     """Has no text for one token."""
 
