@@ -419,35 +419,25 @@ def test_watching_the_pool():
             name, picture = next(events)
             assert name == "map"
             assert len(picture["blocks"]) == picture["num_blocks"] == 64
-            blocks, seen = list(picture["blocks"]), 0
+            blocks, step = list(picture["blocks"]), picture
             with connection(server, {**LONG, "n": 3, "temperature": 30.0, "prompt": prompt_of(6)}):
-                kinds: set[str] = set()
-                while seen < 8:
+                kinds, most_shared, most_running = set[str](), 0, 0
+                while "finish" not in kinds or step["requests"]:
                     name, step = next(events)
                     assert name == "step"
                     for number, *block in step["changed"]:
                         blocks[number - 1] = block
-                    seen += bool(step["requests"])
                     kinds |= {event["kind"] for event in step["events"]}
                     held = {key for block in blocks for key in block[3]}
                     assert held <= {request["key"] for request in step["requests"]}
-                assert step["stats"]["num_shared_blocks"] == 1
-                assert step["stats"]["num_running"] == 3
+                    most_shared = max(most_shared, step["stats"]["num_shared_blocks"])
+                    most_running = max(most_running, step["stats"]["num_running"])
+                assert (most_shared, most_running) in ((1, 3), (2, 3))  # with the one that is copied, if that is seen
                 assert "copy" in kinds
-            wait_for_end(events, blocks)
         assert all(block[3] == [] for block in blocks)
         fresh = client.get("/engine/map").json()
         assert fresh["blocks"] == blocks
         wait_until(lambda: server.backend.loop.view._num_watchers == 0)
-
-
-def wait_for_end(events: Iterator[tuple[str, Any]], blocks: list[Any]) -> None:
-    for _, step in events:
-        for number, *block in step["changed"]:
-            blocks[number - 1] = block
-        if not step["requests"]:
-            assert any(event["kind"] == "finish" for event in step["events"])
-            return
 
 
 def named_events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
