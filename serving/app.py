@@ -127,8 +127,6 @@ def _add_openai_routes(app: Flask, backend: Backend, calls: Places) -> None:
 
 def _add_engine_routes(app: Flask, backend: Backend, watchers: Places) -> None:
     def take_picture() -> None:
-        if backend.loop.is_dead:
-            raise UnavailableError("the engine has stopped")
         backend.loop.call(lambda engine: backend.loop.view.refresh(engine, now=True))
 
     @app.get("/engine/map")

@@ -168,7 +168,7 @@ class EngineLoop:
         while not future.done():
             done, _ = futures.wait([future], timeout=LOOK_S)
             if not done and self.is_stuck and future.cancel():  # else it has begun, and ends soon
-                raise UnavailableError(f"the engine has been in one step for more than {self.stuck_after_s:g} s")
+                raise self._stuck()
         return future.result()
 
     @property
@@ -180,9 +180,12 @@ class EngineLoop:
         if self.is_dead:
             raise UnavailableError("the engine has stopped after an error: the server must be started again")
         if self.is_stuck:
-            raise UnavailableError(f"the engine has been in one step for more than {self.stuck_after_s:g} s")
+            raise self._stuck()
         if self.is_draining or self._is_stopping:
             raise UnavailableError("the server is shutting down")
+
+    def _stuck(self) -> UnavailableError:
+        return UnavailableError(f"the engine has been in one step for more than {self.stuck_after_s:g} s")
 
     def _post(self, function: Callable[[LLMEngine], T]) -> "Future[T]":
         future: Future[T] = Future()

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pagedjax.serving.bench.client import message_of
+from pagedjax.serving.urls import server_url
 
 Json = dict[str, Any]
 
@@ -57,7 +58,7 @@ def watch(url: str, api_key: str | None = None, *, once: bool = False, console: 
     console = console or Console()
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     timeout = httpx2.Timeout(10.0, read=30.0)  # a stream without news has a line every second
-    with httpx2.Client(base_url=_base(url), headers=headers, timeout=timeout) as client:
+    with httpx2.Client(base_url=server_url(url), headers=headers, timeout=timeout) as client:
         if once:
             console.print(draw(Pool.of(_map(client)), console.width, None))
             return
@@ -220,10 +221,3 @@ def _refusal(client: httpx2.Client, response: httpx2.Response) -> RuntimeError:
     if response.status_code == 404:
         return RuntimeError(f"{client.base_url} is not a server of pagedjax: it has no {response.request.url.path}")
     return RuntimeError(f"{client.base_url} answers {response.status_code}: {message_of(response.text)}")
-
-
-def _base(url: str) -> str:
-    parsed = httpx2.URL(url)
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"url must be a server's, such as http://127.0.0.1:8000, got {url!r}")
-    return url.rstrip("/").removesuffix("/v1")

@@ -46,6 +46,13 @@ def serving(
         server.stop()
 
 
+def slow(llm: LLM, seconds: float = 0.02) -> LLM:
+    """Every step takes a while: an answer takes seconds, and what happens on the way can be seen."""
+    step = llm.engine.step
+    llm.engine.step = lambda: (time.sleep(seconds), step())[1]
+    return llm
+
+
 def _has_unfinished(engine: Any) -> bool:
     return engine.has_unfinished()
 

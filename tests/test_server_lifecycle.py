@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import client_of, events_of, serving, wait_until
+from serving_cases import client_of, events_of, serving, slow, wait_until
 from tiny_engine import ascii_tokenizer, prompt_of, tiny_llm
 
 from pagedjax.llm import LLM
@@ -42,13 +42,6 @@ class Gate:
             self.num_errors -= 1
             raise self.error
         return self._step()
-
-
-def slow(llm: LLM, seconds: float = 0.02) -> LLM:
-    """Every step takes a while: an answer takes seconds."""
-    step = llm.engine.step
-    llm.engine.step = lambda: (time.sleep(seconds), step())[1]
-    return llm
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 import httpx2
 import pytest
 from rich.console import Console
-from serving_cases import client_of, serving, wait_until
-from test_server_lifecycle import LONG, connection, slow
+from serving_cases import client_of, serving, slow, wait_until
+from test_server_lifecycle import LONG, connection
 from tiny_engine import prompt_of, tiny_llm
 from typer.testing import CliRunner
 
@@ -213,7 +213,8 @@ def test_the_command():
     nobody = run(app, ["watch", "http://127.0.0.1:1"])
     assert nobody.exit_code == 2
     assert "no server answers at http://127.0.0.1:1" in nobody.stderr
-    assert "url must be a server's" in run(app, ["watch", "x"]).stderr
+    for url in ("x", "http://[::1"):
+        assert "url must be a server's" in run(app, ["watch", url]).stderr
 
 
 def test_a_terminal_is_left_as_it_was(monkeypatch):

@@ -1,13 +1,12 @@
 """The page at `/` in headless Chromium: the chat streams, and the picture of the pool is the pool."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from serving_cases import serving, wait_until
+from serving_cases import serving, slow, wait_until
 from tiny_engine import tiny_llm
 from web_browser import MISSING, browser
 
@@ -21,13 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-def slow(llm: LLM, seconds: float = 0.05) -> LLM:
-    """Every step takes a while: things can be seen."""
-    step = llm.engine.step
-    llm.engine.step = lambda: (time.sleep(seconds), step())[1]
-    return llm
 
 
 class Page:
@@ -89,7 +81,7 @@ def page_of(llm: LLM, size: tuple[int, int] = (1280, 900), **options: Any) -> It
 
 
 def test_the_chat_streams_and_the_map_shows_it():
-    with page_of(slow(tiny_llm())) as page:
+    with page_of(slow(tiny_llm(), 0.05)) as page:
         assert "tiny" in page.text("model")
         assert page.text("link") == "live"
         assert page.num_blocks("block") == 64
@@ -118,7 +110,7 @@ def test_the_chat_streams_and_the_map_shows_it():
 
 
 def test_several_answers_share_blocks_and_copy_when_they_write():
-    with page_of(slow(tiny_llm())) as page:
+    with page_of(slow(tiny_llm(), 0.05)) as page:
         page.send("Hello", n=3, temperature=30)
         page.wait(lambda: page.num_blocks("shared") > 0)
         assert "3" in page.js("[...document.querySelectorAll('#grid .shared')].map((cell) => cell.textContent)")
@@ -166,7 +158,7 @@ def test_stopping_frees_the_blocks_at_once():
 
 def test_answers_and_prompts_are_text():
     """Nothing that a model or a user says becomes part of the page."""
-    with page_of(slow(tiny_llm())) as page:
+    with page_of(slow(tiny_llm(), 0.05)) as page:
         page.send("<img src=x onerror=alert(1)>", n=2)
         page.wait(lambda: page.states() == ["done"])
         assert page.js("document.querySelectorAll('.card img, .card b, .card script').length") == 0
@@ -244,7 +236,7 @@ def test_a_card_lights_its_blocks_up_in_order():
 
 def test_a_phone():
     """Nothing is wider than the screen, and a thumb hits what it is meant for."""
-    with page_of(slow(tiny_llm()), size=(360, 740)) as page:
+    with page_of(slow(tiny_llm(), 0.05), size=(360, 740)) as page:
         page.send("Hello" * 5, n=2)
         page.wait(lambda: len(page.answers()) == 2)
         assert page.js("document.documentElement.scrollWidth") <= 360

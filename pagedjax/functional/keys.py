@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Array, Key, UInt32
 
 from pagedjax.sampling.checks import check_int
-
-MAX_SEED = 2**64 - 1
+from pagedjax.sampling.params import MAX_SEED
 
 
 def request_keys(seeds: Sequence[int]) -> Key[Array, "B"]:

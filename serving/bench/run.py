@@ -19,6 +19,7 @@ from pagedjax.serving.bench.metrics import Objectives, summarize
 from pagedjax.serving.bench.plots import check_matplotlib, write_plots
 from pagedjax.serving.bench.prompts import KINDS, Maker, find_maker
 from pagedjax.serving.bench.report import BenchResult, RateResult
+from pagedjax.serving.urls import server_url
 
 Number = float | int
 CHAT_RESERVE = 64
@@ -65,7 +66,7 @@ def bench_serve(
     RuntimeError if the server refuses a trial request. Failures while it is measured are counted.
     """
     options = _Options(
-        url=_checked_url(url),
+        url=server_url(url),
         rates=_checked_rates(rates),
         num_requests=num_requests,
         model=model,
@@ -222,13 +223,6 @@ def _notes(options: _Options, model: str, max_model_len: int | None, lengths: Le
         waits = "; latencies begin when a request is sent" if any(map(math.isinf, options.rates)) else ""
         notes.append(f"At most {options.max_concurrency} requests in flight{waits}")
     return notes
-
-
-def _checked_url(url: str) -> str:
-    parsed = httpx2.URL(url)
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"url must be a server's, such as http://127.0.0.1:8000, got {url!r}")
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def _checked_rates(rates: Sequence[Number]) -> list[float]:
