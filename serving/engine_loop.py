@@ -30,8 +30,6 @@ FAILURES_TO_FAIL_ALL = 3
 FAILURES_TO_DIE = 6
 LOOK_S = 0.5
 """How often a caller who waits looks whether the engine is stuck."""
-IDLE_S = 1.0
-"""How often a loop without work shows that it is alive."""
 
 
 class NewRequest(NamedTuple):
@@ -77,7 +75,7 @@ class EngineLoop:
         self._records: dict[str, _Record] = {}
         self._num_failures = 0
         self._is_stopping = False
-        self._alive_s = time.monotonic()
+        self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -111,7 +109,8 @@ class EngineLoop:
     @property
     def is_stuck(self) -> bool:
         """Whether a step takes longer than `stuck_after_s`."""
-        return time.monotonic() - self._alive_s > self.stuck_after_s
+        since_s = self._busy_since_s
+        return since_s is not None and time.monotonic() - since_s > self.stuck_after_s
 
     @property
     def is_healthy(self) -> bool:
@@ -199,7 +198,7 @@ class EngineLoop:
             self._engine.on_schedule = self.view.note
             while not self._is_stopping:
                 self._do_commands(wait=not self._engine.has_unfinished())
-                self._alive_s = time.monotonic()
+                self._busy_since_s = time.monotonic()
                 if self._engine.has_unfinished():
                     self._step()
                 self.stats = self._engine.stats()
@@ -229,8 +228,11 @@ class EngineLoop:
                 future.set_exception(UnavailableError("the engine has stopped"))
 
     def _do_commands(self, wait: bool) -> None:
+        if wait:
+            self._busy_since_s = None  # who waits for work is not stuck
         try:
-            function, future = self._commands.get(block=wait, timeout=IDLE_S if wait else None)
+            function, future = self._commands.get(block=wait)
+            self._busy_since_s = time.monotonic()
             while True:
                 if future.set_running_or_notify_cancel():
                     try:

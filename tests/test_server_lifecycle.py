@@ -286,6 +286,13 @@ def test_an_engine_that_is_stuck():
         wait_until(lambda: client.get("/health").status_code == 200)
 
 
+def test_an_idle_engine_is_not_stuck():
+    with serving(stuck_after_s=0.01) as server, client_of(server) as client:
+        time.sleep(0.1)
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
+
+
 def test_what_waits_for_a_stuck_engine_is_told(monkeypatch):
     """B67: not only what comes when it is known. What was not begun is not done later either."""
     llm = tiny_llm()
