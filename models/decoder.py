@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pagedjax.kv_cache import KVCache
@@ -89,18 +90,21 @@ def paged_step(
     and all layers of a kind share one, which compiles as many times faster as the model has layers.
     """
     x, ropes = _embed(config, embed_params(params), batch)
+    # Each layer is compiled apart, in a program for all of them too: fused with its neighbours it would not round to
+    # bf16 between them, and one step's bits would depend on how it is called.
     pools = list(zip(kv_cache.k, kv_cache.v, strict=True))
     for i, (kind, (group, pool)) in enumerate(zip(config.layer_kinds, config.layer_groups.places, strict=True)):
         layer, rope, meta = params[f"layers_{i}"], rope_for(kind, ropes), batch.groups[group]
+        x = lax.optimization_barrier(x)
         x, pools[pool] = _paged_layer(config, kind, implementation, layer, x, rope, meta, pools[pool])
     keys, values = zip(*pools, strict=True)
-    return x, KVCache(keys, values)
+    return lax.optimization_barrier(x), KVCache(keys, values)
 
 
 def read_out(config: ModelConfig, params: Params, hidden: Float[Array, "S D"]) -> Float32[Array, "S V"]:
     """Logits of hidden states that `paged_step` gave."""
     logits: Any = CausalLM(config).apply({"params": params}, hidden, method="logits")
-    return logits
+    return lax.optimization_barrier(logits)  # what comes after a soft cap would be fused with it
 
 
 class CausalLM(nn.Module):

@@ -1,5 +1,6 @@
 """The parts of a decoder in flax.linen, configured by its ModelConfig: norms, products, rope, attention, MLP, layer."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -174,12 +175,14 @@ def dense_attention(
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; with a layer's KV pool over paged blocks, without one densely and causally."""
+    """Grouped-query attention; with a layer's KV pool over paged blocks, without one causal over whole sequences."""
 
     config: ModelConfig
     kind: LayerKind
     implementation: str | None = None
     """Of the attention over paged blocks: see `paged_attention`."""
+    attend: Callable[..., Any] = dense_attention
+    """The attention of whole sequences."""
 
     @nn.compact
     def __call__(
@@ -206,7 +209,7 @@ class Attention(nn.Module):
 
         cap = config.attention_soft_cap
         if kv is None or meta is None:
-            out = dense_attention(q, k, v, scale=scale, window=window, cap=cap)
+            out = self.attend(q, k, v, scale=scale, window=window, cap=cap)
         else:
             kv = write_kv(*kv, k, v, meta.slot_mapping)
             options = {"scale": scale, "sliding_window": window, "logits_soft_cap": cap}
@@ -237,6 +240,7 @@ class DecoderLayer(nn.Module):
     config: ModelConfig
     kind: LayerKind
     implementation: str | None = None
+    attend: Callable[..., Any] = dense_attention
 
     @nn.compact
     def __call__(
@@ -248,7 +252,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "*B T D"], LayerKV | None]:
         config = self.config
         norms: Any = [make_norm(config, name) for name in config.layer_norms]
-        attention: Any = Attention(config, self.kind, self.implementation, name="self_attn")
+        attention: Any = Attention(config, self.kind, self.implementation, self.attend, name="self_attn")
         mlp: Any = MLP(config, name="mlp")
         if config.norm_placement == "post":
             after_attention, after_mlp = norms

@@ -11,6 +11,9 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREEMPTIONS = ("recompute", "swap", "auto")
 POLICIES = ("fcfs", "priority")
 MAX_SECONDS = 1e9
+INVARIANT_TOKENS = 64
+"""On a CPU, XLA's products of so many rows or more compute each row in the same way, however many there are
+(docs/decisions.md)."""
 
 
 def check_positive_int(name: str, value: object) -> None:
@@ -36,8 +39,9 @@ class EngineConfig:
     """Most requests that run in one step."""
     max_num_batched_tokens: int = 2048
     """Token budget of one step: decodes, and prompts in chunks."""
-    min_decode_bucket: int = 1
-    """Fewest rows of a step, filled up with padding: 2 where products of one row fall into a slow path."""
+    min_tokens: int = 1
+    """Fewest tokens of a step, filled up with padding: 2 where products of one row fall into a slow path, and
+    `INVARIANT_TOKENS` where nothing may depend on what else is in a step."""
     logprobs_mode: str = "raw_logprobs"
     """Which log-probabilities are given out: "raw_logprobs", of the model's logits, or "processed_logprobs", of what is
     drawn from, after edits, temperature and filters."""
@@ -89,6 +93,11 @@ class EngineConfig:
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether, on a CPU, no bit of a request's result depends on what else is in its steps."""
+        return self.min_tokens >= INVARIANT_TOKENS
+
     def max_prompt_len(self, *, generates: bool, num_blocks: int | None = None) -> int:
         """Longest prompt that fits the model and the pool, or `num_blocks` of it, with a first token to generate or
         without."""
@@ -100,7 +109,8 @@ class EngineConfig:
     @cached_property
     def extras_buckets(self) -> tuple[int, ...]:
         """Rows that sampling with extras is padded to, ascending: few, as each is several small programs."""
-        return (*(size for size in (8, 64) if size < self.max_num_running), self.max_num_running)
+        most = self.max_num_rows if self.batch_invariant else self.max_num_running
+        return (*(size for size in (8, 64) if self.min_tokens <= size < most), most)
 
     def extras_buckets_for(self, num_tokens: int) -> tuple[int, ...]:
         """Those that a step of so many tokens may need."""
@@ -130,14 +140,15 @@ class EngineConfig:
     def decode_buckets(self) -> tuple[int, ...]:
         """Sizes that a step of decodes alone is padded to, ascending: powers of two, from 16 on also halfway between
         them (at most a third is padding), and last the most requests that can run."""
-        sizes = _buckets(max(self.max_num_running, self.min_decode_bucket), powers_from=0, halfway=True)
-        return tuple(size for size in sizes if size >= self.min_decode_bucket)
+        sizes = _buckets(self.max_num_rows, powers_from=0, halfway=True)
+        return tuple(size for size in sizes if size >= self.min_tokens)
 
     @cached_property
     def mixed_buckets(self) -> tuple[int, ...]:
         """Sizes that a step with a chunk of a prompt is padded to: powers of two from 16 on, and last the budget. Few,
         as each is a program to compile, and as waiting prompts fill the budget anyway."""
-        return _buckets(self.max_num_batched_tokens, powers_from=4, halfway=False)
+        sizes = _buckets(max(self.max_num_batched_tokens, self.min_tokens), powers_from=4, halfway=False)
+        return tuple(size for size in sizes if size >= self.min_tokens)
 
     def bucket_for(self, num_tokens: int, *, is_decode: bool) -> int:
         """What `num_tokens` tokens are padded to."""
@@ -151,7 +162,7 @@ class EngineConfig:
     @property
     def max_num_rows(self) -> int:
         """Most rows that the tables of a step may have."""
-        return max(self.max_num_running, self.min_decode_bucket)
+        return max(self.max_num_running, self.min_tokens)
 
     def table_len(self, num_tokens: int) -> int:
         """Entries of each row of a block table for `num_tokens` tokens."""

@@ -78,6 +78,7 @@ class LLM:
         priority_aging_s: float = 10.0,
         num_decode_steps: int = 1,
         async_scheduling: bool = False,
+        batch_invariant: bool = False,
         check_integrity: bool = False,
         warm_up: bool | Literal["all"] = True,
         progress: bool = False,
@@ -112,6 +113,9 @@ class LLM:
           num_decode_steps: most tokens that each request gets from one step while all are decoding. They come together,
             and new requests wait for the end of the step.
           async_scheduling: prepare a step on the host while the device computes the one before.
+          batch_invariant: no bit of a request's result depends on what else runs, on chunks, cached blocks or
+            preemption, and `functional.score` gives the same log-probabilities. On a CPU alone; it costs what padding
+            each step to 64 tokens does.
           check_integrity: recount all blocks and check all tables before each step, for debugging.
           warm_up: compile all programs now. Without it each compiles when it is first needed. What goes beyond plain
             sampling (penalties, masks, log-probabilities) does so anyway, unless it is "all".
@@ -149,6 +153,7 @@ class LLM:
             priority_aging_s=priority_aging_s,
             num_decode_steps=num_decode_steps,
             async_scheduling=async_scheduling,
+            batch_invariant=batch_invariant,
             check_integrity=check_integrity,
         )
         self.memory_plan.check()

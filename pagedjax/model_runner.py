@@ -22,7 +22,7 @@ from pagedjax.kv_cache import KVCache, copy_cache_blocks, init_kv_cache
 from pagedjax.model_input import ModelInput, pack, unpack
 from pagedjax.models.decoder import CausalLM, Params, head_params, paged_step, read_out
 from pagedjax.models.quantization import quantize_like
-from pagedjax.pallas_kernels.attention import why_not
+from pagedjax.pallas_kernels.attention import implementation_for, why_not
 from pagedjax.sampling.decode_loop import (
     DecodeRows,
     build_decode_rows,
@@ -87,8 +87,9 @@ class ModelRunner:
         self.kv_cache = self._new_kv_cache()
         is_cpu = jax.default_backend() == "cpu"
         whole_step = not is_cpu if whole_step is None else whole_step
-        self._check_attention(attention_implementation)
-        step = partial(paged_step, implementation=attention_implementation)
+        implementation = implementation_for(attention_implementation, config.batch_invariant)
+        self._check_attention(implementation)
+        step = partial(paged_step, implementation=implementation)
         self._forward: Any = jax.jit(step, static_argnums=0, donate_argnums=3) if whole_step else step
         self._whole_step = whole_step
         self._decode_loop: Any = jax.jit(self._decode_in_loop, donate_argnums=3)
@@ -217,7 +218,7 @@ class ModelRunner:
         for num_tokens in self.config.decode_buckets:
             yield padding_batch(self.config, num_tokens, max_query_len=1)
         for num_tokens in self.config.mixed_buckets:
-            if num_tokens > 1:  # with a budget of 1 every step is a decode
+            if self.config.max_num_batched_tokens > 1:  # otherwise every step is a decode
                 yield padding_batch(self.config, num_tokens, max_query_len=num_tokens)
 
     def checked_params(self, params: Params) -> Params:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pagedjax.pallas_kernels import pallas_triton, xla
+from pagedjax.pallas_kernels import pallas_triton, xla, xla_invariant
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
 
 
@@ -25,7 +25,10 @@ class Implementation(NamedTuple):
 IMPLEMENTATIONS = {
     "xla": Implementation(xla.paged_attention),
     "pallas_triton": Implementation(pallas_triton.paged_attention, pallas_triton.why_not),
+    "xla_invariant": Implementation(xla_invariant.paged_attention),
 }
+BATCH_INVARIANT = "xla_invariant"
+"""The one that gives a query the same bits whatever else is computed with it, on a CPU."""
 PREFERRED_ON_CUDA = ("pallas_triton", "xla")
 
 
@@ -107,6 +110,13 @@ def _check_options(scale: float, sliding_window: int | None, logits_soft_cap: fl
         raise ValueError(f"sliding_window must be an int of at least 1 or None, got {sliding_window}")
     if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
         raise ValueError(f"logits_soft_cap must be a finite number above 0 or None, got {logits_soft_cap}")
+
+
+def implementation_for(name: str | None, batch_invariant: bool) -> str | None:
+    """The implementation to take if this one is asked for, or None. ValueError for one that is not batch-invariant."""
+    if batch_invariant and name not in (None, BATCH_INVARIANT):
+        raise ValueError(f"batch_invariant: expected False with the attention {name!r}: only {BATCH_INVARIANT!r} is so")
+    return BATCH_INVARIANT if batch_invariant else name
 
 
 def why_not(name: str, q: Any, k_pool: Any) -> str | None:

@@ -32,3 +32,7 @@ class AttentionMetadata:
     Their positions are the last ones of the context."""
     max_query_len: int = field(metadata={"static": True})
     """No row has more new tokens; 1 means that every request decodes. Part of the compiled program."""
+    shared_lens: Int32[Array | np.ndarray, "P"] | None = None
+    """For decodes, of which each row has one token: S / P rows, one behind the other, read the same blocks for their
+    first tokens, this many of them, and an implementation may read those once for all. None: nothing is known. The
+    tables hold the shared blocks all the same."""

@@ -530,7 +530,7 @@ def test_plan_memory_gives_the_opened_checkpoint(tmp_path):
     folder, _ = save_tiny(tmp_path)
     names = ("block_size", "num_blocks", "max_num_batched_tokens", "max_model_len")
     options: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)} | dict.fromkeys(names)
-    del options["min_decode_bucket"], options["windows"]
+    del options["min_tokens"], options["windows"]
     plan, header = plan_memory(folder, **options)
     assert header is not None
     assert header.config.max_position_embeddings == plan.max_context == 256

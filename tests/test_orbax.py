@@ -142,7 +142,7 @@ def test_an_engine_knows_that_a_folder_is_in_int8(tmp_path, embeddings):
     options: dict[str, Any] = {"num_blocks": 8, "max_model_len": 32, "max_num_seqs": 2}
     llm = LLM(tmp_path / "m", **options, warm_up=False)
     assert llm.memory_plan.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.runner.params))
-    assert llm.engine.config.min_decode_bucket == (2 if jax.default_backend() == "cpu" else 1)
+    assert llm.engine.config.min_tokens == (2 if jax.default_backend() == "cpu" else 1)
     more = LLM(tmp_path / "m", **options, quantization="int8", quantize_embeddings=True, warm_up=False)
     assert quantization_in(more.engine.runner.params) == Quantization(embeddings=True)
     assert more.memory_plan.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(more.engine.runner.params))

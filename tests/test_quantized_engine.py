@@ -72,7 +72,7 @@ def test_float_params_are_quantised_and_shared_where_they_stay(options):
 def test_params_in_int8_need_no_option():
     llm = LLM(MODEL, params=int8_params(False), num_blocks=8, max_model_len=64, warm_up=False)
     assert llm.memory_plan.quantization == Quantization(embeddings=False)
-    assert llm.memory_plan.config.min_decode_bucket == 2
+    assert llm.memory_plan.config.min_tokens == 2
     assert llm.memory_plan.weights_in_place
     assert llm.engine.runner.params["norm"]["scale"] is tiny_params()["norm"]["scale"]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -16,6 +17,15 @@ def count(name: str, value: Any) -> int:
     """An int of at least 1. It decides shapes, so it cannot be traced."""
     check_int(name, value, 1)
     return int(value)
+
+
+def batch_invariant(value: Any) -> bool:
+    """A bool, and True on a CPU alone."""
+    if not isinstance(value, bool):
+        raise ValueError(f"batch_invariant: expected True or False, got {value!r}")
+    if value and jax.default_backend() != "cpu":
+        raise ValueError("batch_invariant: expected False on a GPU, where it is not known how to have it")
+    return value
 
 
 def positions(config: ModelConfig, prompt_len: int, max_new_tokens: int) -> None:

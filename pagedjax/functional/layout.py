@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from pagedjax.config import INVARIANT_TOKENS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -24,6 +26,13 @@ class Layout:
     """Groups of layers, each with tables and blocks of its own: see `models.layer_groups`."""
     exact_lens: bool = False
     """Whether all prompts are `prompt_len` tokens long: then it is known how full their last blocks are."""
+    batch_invariant: bool = False
+    """Whether nothing of a row depends on the others: see `init_kv_cache`."""
+
+    @property
+    def min_tokens(self) -> int:
+        """Fewest tokens of a step, filled up with padding."""
+        return INVARIANT_TOKENS if self.batch_invariant else 1
 
     @property
     def num_rows(self) -> int:
@@ -63,6 +72,11 @@ class Layout:
     def num_blocks(self) -> int:
         """Blocks of the pool, without the null block."""
         return self.num_groups * self.blocks_per_group
+
+    def filled_up(self, x: Array, axis: int = 0) -> Array:
+        """With zeros behind the end of this axis, of rows or tokens, up to `min_tokens`."""
+        missing = max(0, self.min_tokens - x.shape[axis])
+        return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
 
     def prompt_tables(self) -> Int32[Array, "G B W"]:
         """The tables that the prompts are computed with, padded with the null block."""

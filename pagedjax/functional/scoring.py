@@ -1,7 +1,7 @@
-"""Log-probabilities as a trainer computes them: densely, differentiable, and equal to the sampler's up to rounding."""
+"""Log-probabilities as a trainer computes them: of whole sequences, differentiable, with the sampler's arithmetic."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,25 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from pagedjax.config import INVARIANT_TOKENS
 from pagedjax.functional import checks
 from pagedjax.functional.rollout import Rollout
+from pagedjax.functional.sequences import Attend, sampler_attention
 from pagedjax.models.decoder import CausalLM, Params, embed_params, head_params, position_tables, read_out, rope_for
-from pagedjax.models.layers import DecoderLayer
+from pagedjax.models.layers import DecoderLayer, dense_attention
+from pagedjax.pallas_kernels.attention import BATCH_INVARIANT
+from pagedjax.sampling.logprobs import token_logprobs
+
+DENSE = "dense"
+"""The attention that needs no blocks: see `score`."""
+
+
+class _Static(NamedTuple):
+    """What is part of the program."""
+
+    chunk_size: int
+    remat: bool
+    attend: Attend
 
 
 def score(
@@ -23,34 +38,62 @@ def score(
     *,
     chunk_size: int = 128,
     remat: bool = False,
+    block_size: int = 16,
+    implementation: str | None = None,
 ) -> Float32[Array, "B T-1"]:
     """The log-probability of each token but the first, given those before it: entry [b, t] is of token t + 1.
 
-    `token_ids` is padded on the right; entries of tokens behind `lens` are 0. Differentiable with respect to params.
-    Logits take memory for `chunk_size` positions of each row at a time, in the backward pass too, where they are
-    computed again; with `remat` so is each layer. Raises ValueError for arrays of other shapes or dtypes, and for more
-    positions than the model has.
+    On a CPU these are the sampler's, bit for bit, if it is an `LLM` or a `generate` with `batch_invariant=True` and
+    the same dtype of params and cache; without that they differ by rounding. Differentiable with respect to params.
+
+    Args:
+      token_ids: padded on the right; entries of tokens behind `lens` are 0.
+      chunk_size: positions of each row of which the logits are in memory at a time, in the backward pass too, where
+        they are computed again.
+      remat: computes each layer again in the backward pass.
+      block_size: the sampler's, if it is not a divisor of 64.
+      implementation: of the attention: see `paged_attention`; None takes the batch-invariant one on a CPU. "dense"
+        takes the obvious formula, the faster one where rows lie on many devices.
+
+    Raises:
+      ValueError: arrays of other shapes or dtypes, and more positions than the model has.
     """
     checks.prompts(token_ids, lens, names=("token_ids", "lens"))
-    num_rows, length = np.shape(token_ids)
+    length = np.shape(token_ids)[1]
     if length < 2:
         raise ValueError(f"token_ids: expected sequences of at least 2 tokens, got {length}")
     checks.positions(model.config, length, 1)
-    ids = jnp.asarray(token_ids, jnp.int32)
-    hidden = _hidden_states(model, params, ids, remat)[:, :-1]
-    chunk = min(checks.count("chunk_size", chunk_size), length - 1)
+    chunk_size, block_size = checks.count("chunk_size", chunk_size), checks.count("block_size", block_size)
+    if implementation is None and jax.default_backend() == "cpu":
+        implementation = BATCH_INVARIANT
+    attend = dense_attention if implementation == DENSE else sampler_attention(block_size, implementation)
+    static = _Static(chunk_size, remat, attend)
+    known_lens = None if lens is None else jnp.asarray(lens, jnp.int32)
+    return _score(model, static, params, jnp.asarray(token_ids, jnp.int32), known_lens)
+
+
+# Compiled, as the sampler is: op by op, bf16 would be rounded more often.
+@partial(jax.jit, static_argnums=(0, 1))
+def _score(
+    model: CausalLM, static: _Static, params: Params, token_ids: Int32[Array, "B T"], lens: Int32[Array, "B"] | None
+) -> Float32[Array, "B T-1"]:
+    num_rows, length = token_ids.shape
+    # Products of few rows are computed in another way, in other bits.
+    padded = jnp.pad(token_ids, ((0, max(0, -(-INVARIANT_TOKENS // (length - 1)) - num_rows)), (0, 0)))
+    hidden = _hidden_states(model, params, padded, static)[:, :-1]
+    chunk = min(max(static.chunk_size, -(-INVARIANT_TOKENS // len(padded))), length - 1)
 
     def by_chunks(x: Array) -> Array:
-        padded = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
-        return padded.reshape(num_rows, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(len(padded), -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
     score_chunk = jax.checkpoint(partial(_score_chunk, model, head_params(params)))
-    chunks = lax.map(lambda args: score_chunk(*args), (by_chunks(hidden), by_chunks(ids[:, 1:])))
-    logprobs = chunks.swapaxes(0, 1).reshape(num_rows, -1)[:, : length - 1]
+    chunks = lax.map(lambda args: score_chunk(*args), (by_chunks(hidden), by_chunks(padded[:, 1:])))
+    logprobs = chunks.swapaxes(0, 1).reshape(len(padded), -1)[:num_rows, : length - 1]
     if lens is None:
         return logprobs
     step = jnp.arange(1, length, dtype=jnp.int32)
-    return jnp.where(step[None, :] < jnp.asarray(lens, jnp.int32)[:, None], logprobs, 0)
+    return jnp.where(step[None, :] < lens[:, None], logprobs, 0)
 
 
 def join(
@@ -102,23 +145,23 @@ def _starts(prompt_ids: Any, prompt_lens: Any) -> Int32[Array, "B"]:
 
 
 def _hidden_states(
-    model: CausalLM, params: Params, token_ids: Int32[Array, "B T"], remat: bool
+    model: CausalLM, params: Params, token_ids: Int32[Array, "B T"], static: _Static
 ) -> Float[Array, "B T D"]:
-    """What `CausalLM` reads its logits out of."""
+    """What `CausalLM` reads its logits out of, each layer compiled apart as in `paged_step`."""
     config = model.config
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :], token_ids.shape)
     ropes = position_tables(config, positions)
     x: Any = model.apply({"params": embed_params(params)}, token_ids, positions, method="embed")
     for i, kind in enumerate(config.layer_kinds):
-        layer = DecoderLayer(config, kind, parent=None)
+        layer = DecoderLayer(config, kind, attend=static.attend, parent=None)
         apply = lambda p, x, rope, layer=layer: layer.apply({"params": p}, x, rope)[0]  # noqa: E731
-        x = (jax.checkpoint(apply) if remat else apply)(params[f"layers_{i}"], x, rope_for(kind, ropes))
-    return x
+        x = lax.optimization_barrier(x)
+        x = (jax.checkpoint(apply) if static.remat else apply)(params[f"layers_{i}"], x, rope_for(kind, ropes))
+    return lax.optimization_barrier(x)
 
 
 def _score_chunk(
     model: CausalLM, params: Params, hidden: Float[Array, "B C D"], targets: Int32[Array, "B C"]
 ) -> Float32[Array, "B C"]:
     logits = read_out(model.config, params, hidden.reshape(-1, hidden.shape[-1]))
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    return jnp.take_along_axis(logprobs, targets.reshape(-1, 1), axis=-1).reshape(targets.shape)
+    return token_logprobs(logits, targets.reshape(-1), 0).logprob.reshape(targets.shape)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from pagedjax.functional import checks
 from pagedjax.functional.layout import Layout
@@ -15,6 +15,7 @@ from pagedjax.kv_cache import KVCache, copy_cache_blocks
 from pagedjax.kv_cache import init_kv_cache as init_pool
 from pagedjax.model_input import ModelInput, SamplingInput
 from pagedjax.models.decoder import CausalLM, Params, embed_params, head_params, paged_step, read_out
+from pagedjax.pallas_kernels.attention import implementation_for
 from pagedjax.pallas_kernels.metadata import AttentionMetadata
 
 DEFAULT_CHUNK = 512
@@ -34,6 +35,8 @@ class PagedState:
     context_lens: Int32[Array, "R"]
     """Tokens of each row in the pool."""
     layout: Layout = field(metadata={"static": True})
+    shared_lens: Int32[Array, "B"] | None = None
+    """After `fork`, tokens of each prompt in blocks that its samples share."""
 
 
 def init_kv_cache(
@@ -46,12 +49,15 @@ def init_kv_cache(
     block_size: int = 16,
     dtype: jax.typing.DTypeLike = jnp.float32,
     exact_lens: bool = False,
+    batch_invariant: bool = False,
 ) -> PagedState:
     """An empty paged cache for `num_prompts` prompts of at most `prompt_len` tokens, and of each `num_samples` samples
     of at most `max_new_tokens` tokens, the last of which is never read: room for `max_new_tokens` - 1 decode steps.
 
     `dtype` is the KV's, mostly that of the params. With `exact_lens` all prompts have `prompt_len` tokens, which may
-    save a block per sample. Raises ValueError for sizes below 1, and for more positions than the model has.
+    save a block per sample. With `batch_invariant`, on a CPU alone, no bit of a row depends on the others, as in
+    `LLM(batch_invariant=True)`: steps are padded to 64 tokens. Raises ValueError for sizes below 1, for more positions
+    than the model has, and for `batch_invariant` on a GPU.
     """
     layout = Layout(
         num_prompts=checks.count("num_prompts", num_prompts),
@@ -61,6 +67,7 @@ def init_kv_cache(
         block_size=checks.count("block_size", block_size),
         num_groups=len(model.config.layer_groups.windows),
         exact_lens=exact_lens,
+        batch_invariant=checks.batch_invariant(batch_invariant),
     )
     checks.positions(model.config, prompt_len, max_new_tokens)
     pool = init_pool(
@@ -94,7 +101,7 @@ def prefill(
     if state.block_tables.shape[1] != layout.num_prompts:
         raise ValueError(f"state: expected one before fork, with {layout.num_prompts} rows, got {_rows_of(state)}")
     checks.prompts(prompt_ids, prompt_lens, layout)
-    chunk = min(checks.count("chunk_size", chunk_size), prompt_ids.size)
+    chunk = max(min(checks.count("chunk_size", chunk_size), prompt_ids.size), layout.min_tokens)
     token_ids = jnp.asarray(prompt_ids, jnp.int32)
     full = jnp.full(layout.num_prompts, layout.prompt_len, jnp.int32)
     lens = full if prompt_lens is None else jnp.asarray(prompt_lens, jnp.int32)
@@ -122,11 +129,12 @@ def prefill(
         is_here = (last >= 0) & (last < chunk)
         return jnp.where(is_here[:, None], hidden[jnp.clip(last, 0, chunk - 1)], last_hidden), kv_cache
 
+    implementation = implementation_for(implementation, layout.batch_invariant)
     dtype = jax.eval_shape(lambda: _embed_one(model, params)).dtype
     last_hidden = jnp.zeros((layout.num_prompts, model.config.hidden_size), dtype)
     num_chunks = -(-total // chunk)
     last_hidden, kv_cache = lax.fori_loop(0, num_chunks, compute_chunk, (last_hidden, state.kv_cache))
-    logits = read_out(model.config, head_params(params), last_hidden)
+    logits = _read_out(model, params, last_hidden, layout)
     return logits, replace(state, kv_cache=kv_cache, context_lens=lens)
 
 
@@ -143,8 +151,9 @@ def fork(state: PagedState) -> PagedState:
         return state
     tables = jnp.repeat(state.block_tables, layout.num_samples, axis=1)
     lens = jnp.repeat(state.context_lens, layout.num_samples)
+    shared_lens = state.context_lens // layout.block_size * layout.block_size
     if layout.sample_blocks == 0:
-        return replace(state, block_tables=tables, context_lens=lens)
+        return replace(state, block_tables=tables, context_lens=lens, shared_lens=shared_lens)
     own, num_shared = layout.own_blocks(), lens // layout.block_size
     index = jnp.arange(layout.table_len, dtype=jnp.int32)[None, :] - num_shared[:, None]
     from_own = jnp.take_along_axis(own, jnp.clip(index, 0, layout.sample_blocks - 1)[None], axis=2)
@@ -156,7 +165,7 @@ def fork(state: PagedState) -> PagedState:
     is_copied = jnp.tile(lens % layout.block_size > 0, layout.num_groups)
     target = jnp.where(is_copied, own[:, :, 0].reshape(-1), 0)
     kv_cache = copy_cache_blocks(len(source), state.kv_cache, source, target, 1)
-    return replace(state, kv_cache=kv_cache, block_tables=forked, context_lens=lens)
+    return replace(state, kv_cache=kv_cache, block_tables=forked, context_lens=lens, shared_lens=shared_lens)
 
 
 def decode_step(
@@ -174,6 +183,7 @@ def decode_step(
     more than `max_new_tokens` - 1, gets NaN: a loop that goes too far must not go unnoticed.
     """
     layout, num_rows = state.layout, _rows_of(state)
+    implementation = implementation_for(implementation, layout.batch_invariant)
     if np.shape(token_ids) != (num_rows,):
         raise ValueError(f"token_ids: expected one for each of the {num_rows} rows, got shape {np.shape(token_ids)}")
     position = state.context_lens
@@ -185,23 +195,28 @@ def decode_step(
     more = writes.astype(jnp.int32)
     context_lens = position + more
     batch = _model_input(
-        token_ids=jnp.asarray(token_ids, jnp.int32),
-        positions=jnp.where(writes, position, 0),
-        slots=_slots_of(blocks, position, writes, layout),
+        token_ids=layout.filled_up(jnp.asarray(token_ids, jnp.int32)),
+        positions=layout.filled_up(jnp.where(writes, position, 0)),
+        slots=layout.filled_up(_slots_of(blocks, position, writes, layout), axis=1),
         block_tables=state.block_tables,
         # A row that waits attends to what it has, but for a token: any other length would do as well.
         context_lens=jnp.maximum(context_lens, 1),
         query_start_loc=jnp.arange(num_rows + 1, dtype=jnp.int32),
         max_query_len=1,
+        shared_lens=state.shared_lens,
     )
     hidden, kv_cache = paged_step(model.config, params, batch, state.kv_cache, implementation=implementation)
-    logits = read_out(model.config, head_params(params), hidden)
+    logits = read_out(model.config, head_params(params), hidden)[:num_rows]
     logits = jnp.where((active & ~has_room)[:, None], jnp.nan, logits)
     return logits, replace(state, kv_cache=kv_cache, context_lens=context_lens)
 
 
 def _rows_of(state: PagedState) -> int:
     return state.block_tables.shape[1]
+
+
+def _read_out(model: CausalLM, params: Params, hidden: Float[Array, "R D"], layout: Layout) -> Float32[Array, "R V"]:
+    return read_out(model.config, head_params(params), layout.filled_up(hidden))[: len(hidden)]
 
 
 def _embed_one(model: CausalLM, params: Params) -> Any:
@@ -226,10 +241,11 @@ def _model_input(
     context_lens: Int32[Array, "R"],
     query_start_loc: Int32[Array, "R+1"],
     max_query_len: int,
+    shared_lens: Int32[Array, "B"] | None = None,
 ) -> ModelInput:
     """A step of which every hidden state is read: what says who samples is left empty."""
     groups = tuple(
-        AttentionMetadata(slots[group], block_tables[group], context_lens, query_start_loc, max_query_len)
+        AttentionMetadata(slots[group], block_tables[group], context_lens, query_start_loc, max_query_len, shared_lens)
         for group in range(len(slots))
     )
     nobody = SamplingInput(*[jnp.zeros(0, jnp.float32)] * 4, *[jnp.zeros(0, jnp.uint32)] * 3)

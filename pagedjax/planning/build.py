@@ -11,6 +11,7 @@ from pagedjax.models.config import Quantization, check_float_dtype
 from pagedjax.models.decoder import CausalLM, Params
 from pagedjax.models.load import Header, read_header
 from pagedjax.models.quantization import float_dtype, quantization_in, quantization_of, quantize_params
+from pagedjax.pallas_kernels.attention import implementation_for
 from pagedjax.planning.advice import changes_for
 from pagedjax.planning.bounds import block_bytes, host_pool_bytes, num_params, program_bounds, weight_bytes
 from pagedjax.planning.memory import memory_for
@@ -28,6 +29,7 @@ def plan_memory(
     gpu_memory_utilization: Any = 0.9,
     attention_implementation: str | None = None,
     allow_longer_context: Any = False,
+    batch_invariant: Any = False,
     quantization: Any = None,
     quantize_embeddings: Any = False,
     num_requests: int | None = None,
@@ -51,8 +53,11 @@ def plan_memory(
     if options["num_swap_blocks"] is None:
         del choices["num_swap_blocks"]
     check_options(sizes, choices, seed, gpu_memory_utilization)
-    if not isinstance(allow_longer_context, bool):
-        raise ValueError(f"allow_longer_context must be True or False, got {allow_longer_context!r}")
+    switches = {"allow_longer_context": allow_longer_context, "batch_invariant": batch_invariant}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+    implementation = implementation_for(attention_implementation, batch_invariant)
     kind = quantization_of(quantization, quantize_embeddings)
     if dtype != "auto":
         check_float_dtype(dtype)
@@ -73,13 +78,13 @@ def plan_memory(
     in_place = params is not None and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
     leaves = jax.tree.leaves(params)
     weights = weight_bytes(config, dtype, kind) if params is None else sum(x.size * x.dtype.itemsize for x in leaves)
-    options |= {"allow_longer_context": allow_longer_context, "quantization": kind}
+    options |= {**switches, "quantization": kind}
     engine = decide_options(config, dtype=dtype, memory=memory, weight_bytes=0 if in_place else weights, **options)
     config = config.served_up_to(engine.max_model_len)
     bounds, block = program_bounds(config, engine, dtype, memory.platform), block_bytes(config, engine, dtype)
     step = bounds.step + bounds.per_block * engine.num_blocks
     is_here = memory.platform == ("cpu" if jax.default_backend() == "cpu" else "gpu")
-    programs = compiled_bytes(config, engine, dtype, attention_implementation, kind) if compile and is_here else {}
+    programs = compiled_bytes(config, engine, dtype, implementation, kind) if compile and is_here else {}
     asks = num_requests is not None or context is not None
     plan = MemoryPlan(
         dtype=dtype,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
-from pagedjax.config import EngineConfig, check_positive_int
+from pagedjax.config import INVARIANT_TOKENS, EngineConfig, check_positive_int
 from pagedjax.models.config import ModelConfig, Quantization
 from pagedjax.planning.bounds import num_blocks_that_fit, num_swap_blocks_that_fit
 from pagedjax.planning.memory import Memory
@@ -53,6 +53,7 @@ def decide_options(
     priority_aging_s: float,
     num_decode_steps: int,
     async_scheduling: bool,
+    batch_invariant: bool,
     check_integrity: bool,
     allow_longer_context: bool,
     quantization: Quantization | None,
@@ -66,6 +67,12 @@ def decide_options(
     model.check_context(max_model_len, allow_longer_context)
     if max_num_batched_tokens is None:
         max_num_batched_tokens = CPU_TOKEN_BUDGET if is_cpu else TOKEN_BUDGET
+    # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
+    min_tokens = 2 if is_cpu and (dtype != "float32" or quantization is not None) else 1
+    if batch_invariant:
+        if not is_cpu:
+            raise ValueError("batch_invariant: expected False on a GPU, where it is not known how to have it")
+        min_tokens = INVARIANT_TOKENS
     config = EngineConfig(
         num_blocks=num_blocks or len(model.layer_groups.windows),
         block_size=block_size,
@@ -73,8 +80,7 @@ def decide_options(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        # XLA:CPU has no fast product of one row in the narrow types (docs/decisions.md).
-        min_decode_bucket=2 if is_cpu and (dtype != "float32" or quantization is not None) else 1,
+        min_tokens=min_tokens,
         logprobs_mode=logprobs_mode,
         enable_prefix_caching=enable_prefix_caching,
         preemption=preemption,
