@@ -158,6 +158,11 @@ class ModelConfig:
         """Width of the embedding table and of the head."""
         return self.hidden_size if self.embedding_size is None else self.embedding_size
 
+    @property
+    def narrowest(self) -> int:
+        """Numbers per token of the narrowest array over whose rows the model takes sums."""
+        return min(self.hidden_size, self.embedding_width, self.num_kv_heads * self.head_dim, self.vocab_size)
+
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What each layer is."""

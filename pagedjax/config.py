@@ -14,12 +14,20 @@ MAX_SECONDS = 1e9
 INVARIANT_TOKENS = 64
 """On a CPU, XLA's products of so many rows or more compute each row in the same way, however many there are
 (docs/decisions.md)."""
+INVARIANT_NUMBERS = 4096
+"""So do its sums over the last axis of arrays of so many numbers."""
 
 
 def check_positive_int(name: str, value: object) -> None:
     """Raises ValueError unless `value` is an int (not a bool) of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive int, got {value!r}")
+
+
+def invariant_tokens(width: int) -> int:
+    """Fewest tokens of a step in which each is computed in the same way as in any larger one, on a CPU, of a model of
+    which the narrowest array that sums are taken over has so many numbers per token."""
+    return max(INVARIANT_TOKENS, -(-INVARIANT_NUMBERS // width))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +49,7 @@ class EngineConfig:
     """Token budget of one step: decodes, and prompts in chunks."""
     min_tokens: int = 1
     """Fewest tokens of a step, filled up with padding: 2 where products of one row fall into a slow path, and
-    `INVARIANT_TOKENS` where nothing may depend on what else is in a step."""
+    `invariant_tokens` where nothing may depend on what else is in a step."""
     logprobs_mode: str = "raw_logprobs"
     """Which log-probabilities are given out: "raw_logprobs", of the model's logits, or "processed_logprobs", of what is
     drawn from, after edits, temperature and filters."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pagedjax.config import INVARIANT_TOKENS
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -28,11 +26,8 @@ class Layout:
     """Whether all prompts are `prompt_len` tokens long: then it is known how full their last blocks are."""
     batch_invariant: bool = False
     """Whether nothing of a row depends on the others: see `init_kv_cache`."""
-
-    @property
-    def min_tokens(self) -> int:
-        """Fewest tokens of a step, filled up with padding."""
-        return INVARIANT_TOKENS if self.batch_invariant else 1
+    min_tokens: int = 1
+    """Fewest tokens of a step, filled up with padding."""
 
     @property
     def num_rows(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pagedjax.config import INVARIANT_TOKENS
+from pagedjax.config import invariant_tokens
 from pagedjax.functional import checks
 from pagedjax.functional.rollout import Rollout
 from pagedjax.functional.sequences import Attend, sampler_attention
@@ -79,9 +79,10 @@ def _score(
 ) -> Float32[Array, "B T-1"]:
     num_rows, length = token_ids.shape
     # Products of few rows are computed in another way, in other bits.
-    padded = jnp.pad(token_ids, ((0, max(0, -(-INVARIANT_TOKENS // (length - 1)) - num_rows)), (0, 0)))
+    fewest = invariant_tokens(model.config.narrowest)
+    padded = jnp.pad(token_ids, ((0, max(0, -(-fewest // (length - 1)) - num_rows)), (0, 0)))
     hidden = _hidden_states(model, params, padded, static)[:, :-1]
-    chunk = min(max(static.chunk_size, -(-INVARIANT_TOKENS // len(padded))), length - 1)
+    chunk = min(max(static.chunk_size, -(-fewest // len(padded))), length - 1)
 
     def by_chunks(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from pagedjax.config import invariant_tokens
 from pagedjax.functional import checks
 from pagedjax.functional.layout import Layout
 from pagedjax.kv_cache import KVCache, copy_cache_blocks
@@ -56,7 +57,7 @@ def init_kv_cache(
 
     `dtype` is the KV's, mostly that of the params. With `exact_lens` all prompts have `prompt_len` tokens, which may
     save a block per sample. With `batch_invariant`, on a CPU alone, no bit of a row depends on the others, as in
-    `LLM(batch_invariant=True)`: steps are padded to 64 tokens. Raises ValueError for sizes below 1, for more positions
+    `LLM(batch_invariant=True)`: steps are padded to 64 tokens or more. Raises ValueError for sizes below 1, for more positions
     than the model has, and for `batch_invariant` on a GPU.
     """
     layout = Layout(
@@ -68,6 +69,7 @@ def init_kv_cache(
         num_groups=len(model.config.layer_groups.windows),
         exact_lens=exact_lens,
         batch_invariant=checks.batch_invariant(batch_invariant),
+        min_tokens=invariant_tokens(model.config.narrowest) if batch_invariant else 1,
     )
     checks.positions(model.config, prompt_len, max_new_tokens)
     pool = init_pool(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
-from pagedjax.config import INVARIANT_TOKENS, EngineConfig, check_positive_int
+from pagedjax.config import EngineConfig, check_positive_int, invariant_tokens
 from pagedjax.models.config import ModelConfig, Quantization
 from pagedjax.planning.bounds import num_blocks_that_fit, num_swap_blocks_that_fit
 from pagedjax.planning.memory import Memory
@@ -72,7 +72,7 @@ def decide_options(
     if batch_invariant:
         if not is_cpu:
             raise ValueError("batch_invariant: expected False on a GPU, where it is not known how to have it")
-        min_tokens = INVARIANT_TOKENS
+        min_tokens = invariant_tokens(model.narrowest)
     config = EngineConfig(
         num_blocks=num_blocks or len(model.layer_groups.windows),
         block_size=block_size,
