@@ -12,6 +12,9 @@ from jaxtyping import Array, Float
 from pagedjax.pallas_kernels import xla
 
 MIN_ROWS = 16
+MIN_ROWS_OF_MANY_KEYS = 64
+"""Above `FEW_KEYS` keys per product."""
+FEW_KEYS = 128
 COLUMNS = 64
 """They are padded to a multiple of that."""
 
@@ -21,10 +24,12 @@ def paged_attention(*args: Any, **options: Any) -> Float[Array, "T H D"]:
     return xla.paged_attention(*args, **options, arithmetic=xla.Arithmetic(_einsum, _sum))
 
 
-def _einsum(form: str, rows: Float[Array, "G K M E"], columns: Array, **options: Any) -> Float[Array, "G K M C"]:
+def _einsum(
+    form: str, rows: Float[Array, "G K M E"], columns: Float[Array, "G K C D"], **options: Any
+) -> Float[Array, "G K M _"]:
     num_rows, axis = rows.shape[2], form.partition(",")[2].index(form[-1])
-    num_columns = columns.shape[axis]
-    rows = _pad(rows, 2, max(MIN_ROWS, num_rows))
+    num_keys, num_columns = columns.shape[2], columns.shape[axis]
+    rows = _pad(rows, 2, max(MIN_ROWS if num_keys <= FEW_KEYS else MIN_ROWS_OF_MANY_KEYS, num_rows))
     columns = _pad(columns, axis, -(-num_columns // COLUMNS) * COLUMNS)
     return jnp.einsum(form, rows, columns, **options)[:, :, :num_rows, :num_columns]
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,11 +29,18 @@ PROMPTS = [
 NUM_SAMPLES, NUM_TOKENS = 5, 50
 
 
-def sampled(dtype: str) -> tuple[Any, Any, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def sampled(dtype: str, batch_invariant: bool) -> tuple[Any, Any, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """A model, padded prompts and their lengths, and the tokens and logprobs [B, N, L] that the engine sampled."""
     model, params, tokenizer = load(MODEL, dtype=dtype)
     llm = LLM(
-        model, params=params, tokenizer=tokenizer, num_blocks=160, max_num_seqs=20, max_model_len=128, warm_up=False
+        model,
+        params=params,
+        tokenizer=tokenizer,
+        num_blocks=160,
+        max_num_seqs=20,
+        max_model_len=128,
+        batch_invariant=batch_invariant,
+        warm_up=False,
     )
     sampling = [
         SamplingParams(n=NUM_SAMPLES, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
@@ -58,18 +66,27 @@ def as_rollout(tokens: np.ndarray, logprobs: np.ndarray) -> functional.Rollout:
     )
 
 
-# Wanted were 1e-5 and 2e-2 at most. They are not reached: 3.1e-5 and 0.29 were seen, means 4.5e-6 and 0.033. Each of
-# the two is about as far from the scores that wider params give (f32: 2.5e-5 and 4.1e-5; bf16: 0.27 and 0.25), so it is
-# rounding in 30 layers, in other orders. Attention weights in f32 did not help bf16 (0.30).
-@pytest.mark.parametrize(("dtype", "largest", "mean"), [("float32", 1e-4, 1e-5), ("bfloat16", 0.6, 0.06)])
-def test_the_trainer_agrees_with_the_sampler(dtype, largest, mean):
-    model, params, ids, lens, tokens, logprobs = sampled(dtype)
+# Without `batch_invariant` 3.8e-5 and 0.27 were seen: rounding in 30 layers, in other orders.
+@pytest.mark.parametrize(
+    ("dtype", "batch_invariant", "largest"),
+    [("float32", True, 0), ("bfloat16", True, 0), ("float32", False, 1e-4), ("bfloat16", False, 0.6)],
+)
+def test_the_trainer_agrees_with_the_sampler(dtype, batch_invariant, largest):
+    model, params, ids, lens, tokens, logprobs = sampled(dtype, batch_invariant)
     assert tokens.size == 1000
-    scores = np.asarray(functional.score_rollout(model, params, ids, lens, as_rollout(tokens, logprobs)))
-    differences = np.abs(scores - logprobs)
+    rollout = as_rollout(tokens, logprobs)
+    differences = np.abs(functional.score_rollout(model, params, ids, lens, rollout) - logprobs)
     print(f"{dtype}: largest {differences.max():.1e}, mean {differences.mean():.1e}, logprobs to {logprobs.min():.1f}")
     assert differences.max() <= largest
-    assert differences.mean() <= mean
+    if not batch_invariant:
+        return
+
+    def summed(params: Any) -> tuple[jnp.ndarray, jnp.ndarray]:
+        scores = functional.score_rollout(model, params, ids, lens, rollout)
+        return scores.sum(), scores
+
+    (_, scores), _ = jax.jit(jax.value_and_grad(summed, has_aux=True))(params)
+    assert np.array_equal(scores, logprobs)
 
 
 def test_the_docs_and_examples_run():
