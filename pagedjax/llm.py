@@ -100,7 +100,7 @@ class LLM:
           max_model_len: most tokens of a request; None takes the model's own limit, and `allow_longer_context` one
             beyond it. Rope that depends on the length ("dynamic", "longrope") has this one, for every request.
           seed: where the seeds of requests without one are drawn from.
-          attention_implementation: "xla", "pallas_triton" or None, which picks what is best here.
+          attention_implementation: one of `paged_attention`, as "xla" or "pallas_triton"; None picks what is best here.
           logprobs_mode: "raw_logprobs" gives the log-softmax of the model's logits, "processed_logprobs" that of what
             is drawn from, after everything that `SamplingParams` does to them.
           enable_prefix_caching: find the KV of a prompt's first full blocks in what earlier requests have computed.

@@ -57,8 +57,8 @@ def init_kv_cache(
 
     `dtype` is the KV's, mostly that of the params. With `exact_lens` all prompts have `prompt_len` tokens, which may
     save a block per sample. With `batch_invariant`, on a CPU alone, no bit of a row depends on the others, as in
-    `LLM(batch_invariant=True)`: steps are padded to 64 tokens or more. Raises ValueError for sizes below 1, for more positions
-    than the model has, and for `batch_invariant` on a GPU.
+    `LLM(batch_invariant=True)`: steps are padded to 64 tokens or more. Raises ValueError for sizes below 1, for more
+    positions than the model has, and for `batch_invariant` on a GPU.
     """
     layout = Layout(
         num_prompts=checks.count("num_prompts", num_prompts),
