@@ -150,6 +150,28 @@ def test_gradients_are_those_of_the_obvious_formula(name):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4 * max(1, np.abs(expected).max()))
 
 
+def test_a_draw_does_not_depend_on_the_rows_beside_it():
+    """top_p at the very probability of the first token: whether the second one may be drawn is a matter of rounding."""
+    model = tiny()
+    row = np.random.default_rng(0).normal(size=(16, model[0].config.vocab_size)).astype(np.float32)
+    row[:, :2] += (6.3, 6)
+    edges = np.asarray(jax.nn.softmax(row.astype(np.float64)).max(axis=1), np.float32)
+    edges = np.stack([np.nextafter(edges, np.float32(0)), edges, np.nextafter(edges, np.float32(1))])
+
+    for case, logits in enumerate(row):
+
+        def processor(x: Any, generated: Any, logits: np.ndarray = logits) -> Any:
+            return jnp.broadcast_to(jnp.asarray(logits), x.shape)
+
+        def draw(rows: slice, processor: Any = processor, case: int = case) -> np.ndarray:
+            top_p = np.resize(edges[:, case], 66)[rows]
+            options = {"num_samples": 1, "max_new_tokens": 1, "temperature": 1.0, "logits_processors": [processor]}
+            _, _, rollout = rollout_of(model, [[1]] * len(top_p), tuple(range(66))[rows], top_p=top_p, **options)
+            return np.asarray(rollout.token_ids)
+
+        assert np.array_equal(np.concatenate([draw(slice(i, i + 3)) for i in range(0, 66, 3)]), draw(slice(0, 66)))
+
+
 def test_what_is_refused(monkeypatch):
     """More of it in test_functional_blocks.py, without the type checks of these tests."""
     model = tiny()

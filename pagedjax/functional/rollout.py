@@ -235,9 +235,10 @@ def _draw(static: _Static, loop: _Loop, logits: Float32[Array, "R V"], sampling:
             got = f"{edited.dtype}{edited.shape}"
             raise ValueError(f"logits_processors: {processor} must return {logits.dtype}{logits.shape}, got {got}")
     rows = SamplingInput(**{**vars(sampling), "num_outputs": jnp.full(len(logits), loop.step, jnp.uint32)})
-    token = sample(edited, rows)
     filled_up = loop.state.layout.filled_up
-    logprob = token_logprobs(filled_up(logits), filled_up(token), 0).logprob[: len(token)]
+    tokens = sample(filled_up(edited), jax.tree.map(filled_up, rows))
+    token = tokens[: len(logits)]
+    logprob = token_logprobs(filled_up(logits), tokens, 0).logprob[: len(token)]
     is_end = jnp.zeros_like(loop.is_running)
     for eos_id in static.eos_ids:
         is_end |= token == eos_id
