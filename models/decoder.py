@@ -91,11 +91,12 @@ def paged_step(
     """
     x, ropes = _embed(config, embed_params(params), batch)
     # Each layer is compiled apart, in a program for all of them too: fused with its neighbours it would not round to
-    # bf16 between them, and one step's bits would depend on how it is called.
+    # bf16 between them, and one step's bits would depend on how it is called. Nor is the computation of the rope's
+    # tables fused into it: it would be contracted with what follows.
     pools = list(zip(kv_cache.k, kv_cache.v, strict=True))
     for i, (kind, (group, pool)) in enumerate(zip(config.layer_kinds, config.layer_groups.places, strict=True)):
         layer, rope, meta = params[f"layers_{i}"], rope_for(kind, ropes), batch.groups[group]
-        x = lax.optimization_barrier(x)
+        x, rope = lax.optimization_barrier((x, rope))
         x, pools[pool] = _paged_layer(config, kind, implementation, layer, x, rope, meta, pools[pool])
     keys, values = zip(*pools, strict=True)
     return lax.optimization_barrier(x), KVCache(keys, values)

@@ -156,8 +156,8 @@ def _hidden_states(
     for i, kind in enumerate(config.layer_kinds):
         layer = DecoderLayer(config, kind, attend=static.attend, parent=None)
         apply = lambda p, x, rope, layer=layer: layer.apply({"params": p}, x, rope)[0]  # noqa: E731
-        x = lax.optimization_barrier(x)
-        x = (jax.checkpoint(apply) if static.remat else apply)(params[f"layers_{i}"], x, rope_for(kind, ropes))
+        x, rope = lax.optimization_barrier((x, rope_for(kind, ropes)))
+        x = (jax.checkpoint(apply) if static.remat else apply)(params[f"layers_{i}"], x, rope)
     return lax.optimization_barrier(x)
 
 

@@ -32,8 +32,6 @@ def token_logprobs(logits: Float32[Array, "S V"], token_ids: Int32[Array, "S"], 
     """
     peak = logits.max(axis=-1, keepdims=True)
     log_sum = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
-    # What else is computed is no part of this sum's loop, or its bits would depend on `num_top`.
-    logits, peak, log_sum = lax.optimization_barrier((logits, peak, log_sum))
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
     # A sum of floats, as XLA:CPU does not vectorise counts; exact below 2**24.
     num_larger = jnp.sum(jnp.where(logits > chosen, jnp.float32(1), 0), axis=-1)
