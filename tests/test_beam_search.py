@@ -328,7 +328,7 @@ class Oracle(NamedTuple):
 
     def logprobs_after(self, contexts: list[tuple[int, ...]]) -> np.ndarray:
         """f32[contexts, vocabulary]: the slow, obvious way, each context through the whole model."""
-        torch: Any = pytest.importorskip("torch")
+        torch: Any = pytest.importorskip("torch", reason="torch is the oracle")
 
         missing = [context for context in contexts if context not in self.logprobs]
         if missing:
@@ -341,7 +341,7 @@ class Oracle(NamedTuple):
 def make_oracle(vocab_size: int) -> Oracle:
     """In f64, so that a cache and other batches do not change the last bits of what it rounds to f32: near ties fall
     alike. The ends' rows of the head are scaled, so that many hypotheses end."""
-    torch: Any = pytest.importorskip("torch")
+    torch: Any = pytest.importorskip("torch", reason="torch is the oracle")
     from transformers import LlamaConfig
     from transformers import LlamaForCausalLM as TheirLlama
 
@@ -374,7 +374,7 @@ def our_search(oracle: Oracle, prompt: tuple[int, ...], search: BeamSearch) -> l
 
 def their_search(oracle: Oracle, prompt: tuple[int, ...], **options: Any) -> list[tuple[tuple[int, ...], float]]:
     """Output ids and scores, without what has a score near -1e9."""
-    torch: Any = pytest.importorskip("torch")
+    torch: Any = pytest.importorskip("torch", reason="torch is the oracle")
 
     out = oracle.model.generate(
         torch.tensor([prompt]),
