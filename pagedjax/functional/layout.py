@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from pagedjax.config import INVARIANT_TOKENS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -24,10 +26,13 @@ class Layout:
     """Groups of layers, each with tables and blocks of its own: see `models.layer_groups`."""
     exact_lens: bool = False
     """Whether all prompts are `prompt_len` tokens long: then it is known how full their last blocks are."""
-    batch_invariant: bool = False
-    """Whether nothing of a row depends on the others: see `init_kv_cache`."""
     min_tokens: int = 1
-    """Fewest tokens of a step, filled up with padding."""
+    """Fewest tokens of a step, filled up with padding: see `EngineConfig`."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether nothing of a row depends on the others: see `init_kv_cache`."""
+        return self.min_tokens >= INVARIANT_TOKENS
 
     @property
     def num_rows(self) -> int:

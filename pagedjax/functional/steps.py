@@ -68,8 +68,7 @@ def init_kv_cache(
         block_size=checks.count("block_size", block_size),
         num_groups=len(model.config.layer_groups.windows),
         exact_lens=exact_lens,
-        batch_invariant=checks.batch_invariant(batch_invariant),
-        min_tokens=invariant_tokens(model.config.narrowest) if batch_invariant else 1,
+        min_tokens=invariant_tokens(model.config.narrowest) if checks.batch_invariant(batch_invariant) else 1,
     )
     checks.positions(model.config, prompt_len, max_new_tokens)
     pool = init_pool(
