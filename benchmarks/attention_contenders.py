@@ -1,6 +1,7 @@
 """Random inputs for a shape, and everything that can attend over them: our implementations, and JAX's own functions."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
@@ -158,8 +159,10 @@ def jax_pallas_attention(case: Case) -> Contender:
         raise CannotRunError("needs a GPU")
     if case.shape.max_query_len > 1:
         raise CannotRunError("takes decodes alone")
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as theirs
-
+    try:
+        theirs = import_module("jax.experimental.pallas.ops.gpu.paged_attention").paged_attention
+    except ImportError as error:
+        raise CannotRunError(f"jax has it no more, from 0.12.1 on: {error}") from error
     # The context is cut into k_splits parts of whole compute blocks of 8 pages; 16 is their default.
     pages = -(-case.shape.max_context // case.shape.block_size)
     k_splits = min(16, 1 << max(0, (pages // 8).bit_length() - 1))

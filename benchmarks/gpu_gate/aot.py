@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.gpu_gate.cards import CARDS, Card, device, targeting
 from benchmarks.gpu_gate.ptx import Kernel, parse_kernels, parse_launches
@@ -54,7 +54,7 @@ def compile_for(
       static: keyword arguments as they are.
     """
     donate = tuple(donate)
-    sharding = SingleDeviceSharding(device(card))
+    sharding = NamedSharding(Mesh([device(card)], ("card",)), PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     jitted = jax.jit(partial(function, **static), donate_argnums=donate)
     start = time.perf_counter()
