@@ -63,8 +63,8 @@ def paged_attention(
       One row per token in q's dtype; zeros for padding tokens. Softmax and sums are in f32.
 
     Raises:
-      ValueError: an option out of its range, or shapes that do not belong together.
-      NotImplementedError: the named implementation does not exist or cannot do this.
+      ValueError: an option out of its range, an unknown implementation, or shapes that do not belong together.
+      NotImplementedError: the named implementation cannot do this.
     """
     _check_shapes(q, k_pool, v_pool)
     _check_options(scale, sliding_window, logits_soft_cap)
@@ -82,6 +82,9 @@ def paged_attention(
 
     args = (q, k_pool, v_pool, meta)
     if implementation is not None:
+        if implementation not in IMPLEMENTATIONS:
+            names = ", ".join(IMPLEMENTATIONS)
+            raise ValueError(f"implementation must be None or one of {names}, got {implementation!r}")
         if (reason := why_not(implementation, q, k_pool)) is not None:
             raise NotImplementedError(f"paged attention {implementation!r}: {reason}")
         return attend(implementation)(*args)

@@ -425,7 +425,7 @@ def test_the_default_works():
 
 def test_an_unknown_implementation_is_refused():
     case = make_case([(3, 1)], SHAPES["tiny"])
-    with pytest.raises(NotImplementedError, match=r"'no_such': there is .*xla"):
+    with pytest.raises(ValueError, match=r"implementation must be None or one of xla, .*, got 'no_such'"):
         paged_attention(*case.arrays, scale=1.0, implementation="no_such")
 
 

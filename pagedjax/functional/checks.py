@@ -19,10 +19,16 @@ def count(name: str, value: Any) -> int:
     return int(value)
 
 
+def flag(name: str, value: Any) -> bool:
+    """A bool of Python or numpy. It decides what the program is, so it cannot be traced."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name}: expected True or False, known while the program is traced, got {value!r}")
+    return bool(value)
+
+
 def batch_invariant(value: Any) -> bool:
     """A bool, and True on a CPU alone."""
-    if not isinstance(value, bool):
-        raise ValueError(f"batch_invariant: expected True or False, got {value!r}")
+    value = flag("batch_invariant", value)
     if value and jax.default_backend() != "cpu":
         raise ValueError("batch_invariant: expected False on a GPU, where it is not known how to have it")
     return value

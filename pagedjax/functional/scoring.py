@@ -15,7 +15,7 @@ from pagedjax.functional.rollout import Rollout
 from pagedjax.functional.sequences import Attend, sampler_attention
 from pagedjax.models.decoder import CausalLM, Params, embed_params, head_params, position_tables, read_out, rope_for
 from pagedjax.models.layers import DecoderLayer, dense_attention
-from pagedjax.pallas_kernels.attention import BATCH_INVARIANT
+from pagedjax.pallas_kernels.attention import BATCH_INVARIANT, IMPLEMENTATIONS
 from pagedjax.sampling.logprobs import token_logprobs
 
 DENSE = "dense"
@@ -56,7 +56,7 @@ def score(
         takes the obvious formula, the faster one where rows lie on many devices.
 
     Raises:
-      ValueError: arrays of other shapes or dtypes, and more positions than the model has.
+      ValueError: arrays of other shapes or dtypes, an option that is none, more positions than the model has.
     """
     checks.prompts(token_ids, lens, names=("token_ids", "lens"))
     length = np.shape(token_ids)[1]
@@ -64,10 +64,13 @@ def score(
         raise ValueError(f"token_ids: expected sequences of at least 2 tokens, got {length}")
     checks.positions(model.config, length, 1)
     chunk_size, block_size = checks.count("chunk_size", chunk_size), checks.count("block_size", block_size)
+    if implementation not in (None, DENSE, *IMPLEMENTATIONS):
+        names = ", ".join((*IMPLEMENTATIONS, DENSE))
+        raise ValueError(f"implementation: expected None or one of {names}, got {implementation!r}")
     if implementation is None and jax.default_backend() == "cpu":
         implementation = BATCH_INVARIANT
     attend = dense_attention if implementation == DENSE else sampler_attention(block_size, implementation)
-    static = _Static(chunk_size, remat, attend)
+    static = _Static(chunk_size, checks.flag("remat", remat), attend)
     known_lens = None if lens is None else jnp.asarray(lens, jnp.int32)
     return _score(model, static, params, jnp.asarray(token_ids, jnp.int32), known_lens)
 

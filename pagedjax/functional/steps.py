@@ -67,7 +67,7 @@ def init_kv_cache(
         num_samples=checks.count("num_samples", num_samples),
         block_size=checks.count("block_size", block_size),
         num_groups=len(model.config.layer_groups.windows),
-        exact_lens=exact_lens,
+        exact_lens=checks.flag("exact_lens", exact_lens),
         min_tokens=invariant_tokens(model.config.narrowest) if checks.batch_invariant(batch_invariant) else 1,
     )
     checks.positions(model.config, prompt_len, max_new_tokens)
