@@ -12,10 +12,12 @@ from test_window_models import tiny as window_model
 from tiny_engine import MODEL, prompt_of, tiny_params
 
 from pagedjax import functional
+from pagedjax.beams.params import BeamSearchParams
 from pagedjax.functional.scoring import DENSE
 from pagedjax.llm import LLM
 from pagedjax.models.decoder import CausalLM
 from pagedjax.sampling.params import SamplingParams
+from pagedjax.sampling.processors import LogitsProcessor
 
 MAX_NEW_TOKENS = 9
 LENGTHS = (13, 1, 24, 4)
@@ -107,6 +109,37 @@ def test_nor_on_cached_blocks_or_on_tokens_per_step(dtype):
     assert [
         [token_ids for token_ids, _ in samples] for samples, _ in sampled(several, prompts, logprobs=None)
     ] == tokens
+
+
+ASKED: list[dict[str, Any]] = [
+    {"top_p": 0.8, "min_p": 0.01, "logits_processors": [LogitsProcessor(lambda logits, state: logits * 0.9)]},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3, "top_k": 40},
+    {"allowed_token_ids": range(2, 30), "min_tokens": 4, "stop_token_ids": range(4, 30), "ignore_eos": True},
+    {"logit_bias": {3: 4.0, 7: -2.0}, "bad_words": [[5, 6], [9]], "logprobs": 3, "prompt_logprobs": 1},
+]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"logprobs_mode": "processed_logprobs"}, {"quantization": "int8", "quantize_embeddings": True}]
+)
+def test_nor_on_what_is_asked_of_it_or_of_others(options):
+    model = tiny()
+    prompts = prompts_for(model)
+    sampling = [
+        SamplingParams(**{"seed": i, "temperature": 5.0, "logprobs": 1, **asked}) for i, asked in enumerate(ASKED)
+    ]
+    sampling += [BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)] * len(prompts)
+
+    def results(llm: LLM, which: slice) -> list[Any]:
+        outputs = llm.generate((prompts * 2)[which], sampling[which], use_tqdm=False)
+        scores = llm.score(prompts[which], [[1, 2, 3]] * len(prompts[which])) if prompts[which] else []
+        completions = [[(c.token_ids, c.cumulative_logprob, c.logprobs) for c in output.outputs] for output in outputs]
+        return [*completions, [score.logprobs for score in scores]]
+
+    *together, scores = results(engine(model, **options), slice(None))
+    alone = engine(model, max_num_seqs=4, enable_prefix_caching=False, **options)
+    for i, result in enumerate(together):
+        assert results(alone, slice(i, i + 1)) == [result, scores[i : i + 1]]
 
 
 def model_of(name: str) -> Models:
