@@ -65,7 +65,8 @@ def bad_body(error: ValidationError, body: Any) -> ApiError:
     if not param:
         return ApiError(400, f"the body must be a JSON object, got {body!r:.80}", None, "invalid_type")
     text = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {text}, got {value!r:.80}", param, "invalid_type")
+    code = "invalid_type" if first["type"].endswith(("_type", "_parsing", "_from_float")) else "invalid_value"
+    return ApiError(400, f"{param}: {text}, got {value!r:.80}", param, code)
 
 
 def _place(error: Any, body: Any) -> tuple[str, Any]:

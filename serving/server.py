@@ -86,7 +86,7 @@ def serve(server: Server, *, drain_s: float, on_ready: Callable[[str], None]) ->
         on_ready(server.url)
         while not stopping.wait(0.5):  # also when the engine is dead: /health says so to whoever restarts servers
             pass
-        logger.warning("shutting down: %d requests are pending", server.backend.loop.num_pending)
+        logger.warning("shutting down; requests pending: %d", server.backend.loop.num_pending)
         return 0 if server.stop(drain_s) and not server.backend.loop.has_failed else 1
     finally:
         for number, handler in previous.items():

@@ -149,6 +149,23 @@ def test_a_missing_prompt(client):
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("temperature", -1, "invalid_value"),
+        ("temperature", "hot", "invalid_type"),
+        ("seed", 1.5, "invalid_type"),
+        ("seed", 2**64, "invalid_value"),
+        ("top_k", [1], "invalid_type"),
+        ("service_tier", "flex", "invalid_value"),
+        ("allowed_token_ids", [], "invalid_value"),
+        ("tools", [], "unknown_field"),
+    ],
+)
+def test_the_code_says_what_is_wrong_with_a_field(client, field, value, code):
+    assert assert_error(client.post(COMPLETIONS, json={**GOOD, field: value}), param=field)["code"] == code
+
+
+@pytest.mark.parametrize(
     ("messages", "param"),
     [
         ([], "messages"),
